@@ -1,0 +1,29 @@
+"""Errors that a user can cure.
+
+The command line prints these without a traceback and exits with 1. A message names the thing, what is allowed, and
+what to do. Everything else is a bug of ours and keeps its traceback.
+"""
+
+
+class FovealError(Exception):
+    """Base of all errors that come from the user's input or machine."""
+
+
+class ConfigError(FovealError):
+    """The configuration is wrong: unknown key, value out of range, values that contradict each other."""
+
+
+class DataError(FovealError):
+    """A data source, row or picture is wrong."""
+
+
+class RewardError(FovealError):
+    """The reward function cannot be loaded, raised, ran out of time, or broke its contract."""
+
+
+class ModelError(FovealError):
+    """The model folder is incomplete, unsupported, or does not fit."""
+
+
+class CheckpointError(FovealError):
+    """A checkpoint is incomplete, damaged, or belongs to something else."""
