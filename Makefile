@@ -1,0 +1,33 @@
+# make setup        create .venv and install the project with what its tests need
+# make quickstart   the same, then improve a tiny vision-language model with GRPO on this CPU (about ten minutes)
+# make test         everything; make test-fast leaves the slow ones out
+# make lint         ruff and mypy
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup quickstart test test-fast lint
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: setup
+	$(BIN)/foveal quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

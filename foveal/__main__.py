@@ -1,0 +1,7 @@
+"""`python -m foveal`."""
+
+import sys
+
+from foveal.cli import main
+
+sys.exit(main())

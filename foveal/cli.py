@@ -1,0 +1,133 @@
+"""The command line: `foveal train | eval | merge | quickstart`.
+
+Nothing heavy is imported until a command needs it, so that `foveal --help` and mistakes in a command answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from foveal import __version__
+from foveal.errors import FovealError
+
+_USAGE = """\
+usage: foveal COMMAND [ARGUMENTS]
+
+Reinforcement fine-tuning for vision-language models.
+
+commands:
+  train [config=FILE] [KEY=VALUE …]          train; --print-config checks and prints the configuration alone
+  eval MODEL [config=FILE] [KEY=VALUE …]     score a Hugging Face folder, hub id or checkpoint on data.val_files
+  merge --local_dir …/global_step_N/actor    turn a checkpoint into a Hugging Face folder
+  quickstart                                 build a tiny model and a picture task, and improve it with GRPO (CPU)
+
+KEY=VALUE overrides the configuration file, with dotted keys and YAML values:
+  foveal train config=examples/config.yaml worker.rollout.n=8 data.train_files=my_rows.jsonl
+
+foveal COMMAND --help says more.
+"""
+
+_TRAIN_HELP = """\
+usage: foveal train [--print-config] [config=FILE] [KEY=VALUE …]
+
+Trains a model with the configuration in FILE, changed by the overrides. examples/config.yaml is a place to start.
+
+  --print-config   check the configuration alone and print it whole; no data and no model is opened
+"""
+
+_EVAL_HELP = """\
+usage: foveal eval MODEL [config=FILE] [KEY=VALUE …]
+
+Scores MODEL on data.val_files with worker.reward.reward_function, with the metrics and sample files of a training run.
+MODEL is a Hugging Face folder, a hub id, or a checkpoint (…/global_step_N). Files go to trainer.save_checkpoint_path.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        the exit status: 0 done; 1 something the user can cure, printed without a traceback; 2 wrong usage; 130 Ctrl-C.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        print(f"foveal {__version__}")
+        return 0
+    command = _COMMANDS.get(args[0])
+    if command is None:
+        print(f"foveal: no command {args[0]!r}; there are: {', '.join(_COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        return command(args[1:])
+    except FovealError as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone (`… | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _train(args: list[str]) -> int:
+    if _wants_help(args):
+        print(_TRAIN_HELP)
+        return 0
+    from foveal.config import load_config, render
+
+    print_only = "--print-config" in args
+    config = load_config([arg for arg in args if arg != "--print-config"])
+    if print_only:
+        print(render(config), end="")
+        return 0
+    if config.trainer.val_only:
+        from foveal.evaluate import evaluate
+
+        return evaluate(config)
+    from foveal.trainer import Trainer
+
+    return Trainer(config).fit()
+
+
+def _eval(args: list[str]) -> int:
+    if _wants_help(args) or not args or "=" in args[0]:
+        print(_EVAL_HELP)
+        return 0 if _wants_help(args) else 2
+    from foveal.config import load_config
+    from foveal.evaluate import evaluate
+
+    model, *rest = args
+    return evaluate(load_config([*rest, "trainer.val_only=true"]), model)
+
+
+def _merge(args: list[str]) -> int:
+    from foveal.train.export import merge_command
+
+    return merge_command(args)
+
+
+def _quickstart(args: list[str]) -> int:
+    from foveal.quickstart.run import quickstart_command
+
+    return quickstart_command(args)
+
+
+def _wants_help(args: list[str]) -> bool:
+    return bool({"-h", "--help"} & set(args))
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "merge": _merge,
+    "quickstart": _quickstart,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

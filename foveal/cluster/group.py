@@ -1,0 +1,40 @@
+"""What the trainer asks of its workers, and how they are started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from foveal.config import Config
+from foveal.data.processing import Processing
+from foveal.types import Group, Metrics, Prompt, Sampling
+
+
+class Workers(Protocol):
+    """One worker in this process, or many elsewhere: the trainer can't tell.
+
+    `rollout` hands out groups while others are still being sampled, which is what lets generation overlap with scoring
+    (and, with engines of their own devices, with an update). The passes fill columns of the groups' responses.
+    """
+
+    def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]: ...
+
+    def old_logprobs(self, groups: Sequence[Group]) -> None: ...
+
+    def ref_logprobs(self, groups: Sequence[Group]) -> None: ...
+
+    def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics: ...
+
+    def save(self, folder: Path, *, model_only: bool) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+def start_workers(
+    config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None
+) -> Workers:
+    """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process."""
+    from foveal.cluster.worker import Worker
+
+    return Worker(config, processing, train=train, checkpoint=checkpoint)

@@ -1,0 +1,154 @@
+"""The worker of one device: the policy, the reference policy, and the engine that samples beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from foveal.config import Config
+from foveal.data.processing import Processing
+from foveal.models.attention import install
+from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
+from foveal.rollout.engine import RolloutEngine
+from foveal.rollout.transformers_engine import TransformersEngine
+from foveal.train.checkpoint import load_actor, load_trained, save_actor
+from foveal.train.credit import needs_reference
+from foveal.train.policy import Policy
+from foveal.train.scorer import TokenScorer
+from foveal.train.scoring import Packer, token_budget, write_logprobs
+from foveal.types import Group, Metrics, Prompt, Sampling
+
+
+class Worker:
+    """Everything that happens on one device.
+
+    Args:
+        config: the whole configuration.
+        processing: the model's tokenizer and processor.
+        train: with False only sampling works: no optimizer and no reference policy are built.
+        checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
+    """
+
+    def __init__(
+        self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None
+    ) -> None:
+        self.config = config
+        self.processing = processing
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        actor = config.worker.actor
+        dtype = actor.fsdp.torch_dtype or "fp32"
+        if checkpoint is None:
+            model = self._load(dtype)
+        else:
+            model = load_trained(checkpoint, dtype=DTYPES[dtype]).to(self.device)
+            install(model)
+        if actor.model.freeze_vision_tower:
+            freeze_vision_tower(model)
+        scorer = self._scorer(model)
+        model.eval()
+        self.model = model
+        self.policy: Policy | None = None
+        self.reference: TokenScorer | None = None
+        if train:
+            if actor.model.enable_gradient_checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            experience = self._packer(actor.micro_batch_size_per_device_for_experience)
+            self.policy = Policy(
+                config, scorer, self._packer(actor.micro_batch_size_per_device_for_update), experience
+            )
+            if needs_reference(config):
+                default = "bf16" if self.device.type == "cuda" else "fp32"
+                reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
+                self.reference = self._scorer(reference.requires_grad_(False).eval())
+            self.experience_packer = experience
+        self.weight_version = 0
+        self.engine: RolloutEngine = TransformersEngine(
+            model,
+            processing.features,
+            forbidden_ids=processing.forbidden_ids,
+            eos_ids=processing.eos_ids,
+            pad_id=processing.pad_id,
+            autocast_dtype=scorer.autocast,
+        )
+
+    def _load(self, dtype: str) -> nn.Module:
+        model = self.config.worker.actor.model
+        assert model.model_path is not None
+        return load_model(
+            model.model_path,
+            dtype=DTYPES[dtype],
+            device=self.device,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+
+    def _scorer(self, model: nn.Module) -> TokenScorer:
+        """Matrix products run in `mp_param_dtype` on a GPU, and in the weights' own type on a CPU."""
+        compute = DTYPES[self.config.worker.actor.fsdp.mp_param_dtype]
+        weights = next(model.parameters()).dtype
+        autocast = compute if self.device.type == "cuda" and weights == torch.float32 != compute else None
+        return TokenScorer(
+            model,
+            forbidden_ids=self.processing.forbidden_ids,
+            temperature=self.config.worker.rollout.temperature,
+            autocast=autocast,
+        ).to(self.device)
+
+    def _packer(self, responses: int) -> Packer:
+        actor = self.config.worker.actor
+        return Packer(
+            budget=token_budget(self.config, responses),
+            shared_prefix=actor.shared_prefix,
+            features=self.processing.features,
+            model=self.model,
+            device=self.device,
+        )
+
+    def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
+        """Yields groups as they finish, their responses decoded."""
+        skip = self.config.worker.reward.skip_special_tokens
+        tokenizer = self.processing.tokenizer
+        self.engine.submit(prompts, sampling, self.weight_version)
+        for group in self.engine.collect():
+            for response in group.responses:
+                response.text = tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip)
+            yield group
+
+    def old_logprobs(self, groups: Sequence[Group]) -> None:
+        """Stores `old_logprobs`: those of the policy before the update."""
+        self._trained.logprobs(groups)
+
+    def ref_logprobs(self, groups: Sequence[Group]) -> None:
+        """Stores `ref_logprobs`: those of the policy that the run started from."""
+        assert self.reference is not None
+        write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
+
+    def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
+        """One trainer step; the engine samples with the new weights from then on."""
+        metrics = self._trained.update(groups, step, total_steps, kl_coef)
+        self.weight_version = step
+        self.engine.update_weights(iter(()), step)
+        return metrics
+
+    def save(self, folder: Path, *, model_only: bool) -> None:
+        """Writes the actor's folder of a checkpoint."""
+        save_actor(
+            folder,
+            self.model,
+            None if model_only else self._trained.optimizer,
+            source_path=str(self.config.worker.actor.model.model_path),
+            save_processing=self.processing.save,
+            override_config=self.config.worker.actor.model.override_config,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Reads weights, and the optimizer's state where one is trained, from the actor's folder of a checkpoint."""
+        load_actor(folder, self.model, self.policy.optimizer if self.policy else None)
+
+    @property
+    def _trained(self) -> Policy:
+        assert self.policy is not None, "this worker was built without an optimizer"
+        return self.policy

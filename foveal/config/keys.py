@@ -1,0 +1,149 @@
+"""Every key of the configuration by its dotted name: type, allowed values, default, description; and the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from foveal.config.schema import Config
+from foveal.config.sections import NameOrFile
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    dict: "a mapping",
+    type(None): "null",
+}
+_SIGNS: tuple[tuple[type, str, str], ...] = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        name: dotted, as `worker.rollout.n`.
+        description: one or two sentences for the reference page.
+        default: value when nothing sets it.
+        allowed: its type and range in words.
+        annotation: its type, ranges and validators included.
+    """
+
+    name: str
+    description: str
+    default: Any
+    allowed: str
+    annotation: Any
+
+    @property
+    def nullable(self) -> bool:
+        return type(None) in _members(self.annotation)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether any text is meant as it stands, so that 0123 or 1e5 is not read as a number."""
+        return all(member in (str, type(None)) or _is_text_choice(member) for member in _members(self.annotation))
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the key holds a mapping of the user's own, which any further dotted parts belong to."""
+        return dict in (get_origin(member) for member in _members(self.annotation))
+
+    def accepts(self, value: Any) -> bool:
+        try:
+            TypeAdapter(self.annotation).validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+
+@cache
+def known_keys() -> dict[str, Key]:
+    """All keys by dotted name, in the order of the schema."""
+    return {key.name: key for key in _keys_of(Config, "")}
+
+
+@cache
+def section_names() -> frozenset[str]:
+    """Dotted names of all mappings that hold keys: `worker`, `worker.actor`, …"""
+    return frozenset(name.rsplit(".", depth)[0] for name in known_keys() for depth in range(1, name.count(".") + 1))
+
+
+def nearest_key(unknown: str) -> str | None:
+    """The known key that was most likely meant: the same last part elsewhere, else the most similar spelling."""
+    known = list(known_keys())
+    leaf = unknown.rsplit(".", 1)[-1]
+    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    if same_leaf:
+        return max(same_leaf, key=lambda name: difflib.SequenceMatcher(None, name, unknown).ratio())
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.7)
+    if close:
+        return close[0]
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+    close = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)
+    return leaves[close[0]] if close else None
+
+
+def _keys_of(section: type[BaseModel], prefix: str) -> list[Key]:
+    keys: list[Key] = []
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += _keys_of(info.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(_key_of(prefix + name, info))
+    return keys
+
+
+def _key_of(name: str, info: FieldInfo) -> Key:
+    annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+    default = info.get_default(call_default_factory=True)
+    return Key(name, info.description or "", default, _in_words(annotation), annotation)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, without `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for part in get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _is_text_choice(member: Any) -> bool:
+    return get_origin(member) is Literal and all(isinstance(choice, str) for choice in get_args(member))
+
+
+def _in_words(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _bounded(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(part) for part in args)
+    if origin is Literal:
+        return ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in args)
+    if origin is list:
+        return f"a list of {_in_words(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each {_in_words(args[0])}"
+    return _WORDS.get(origin or annotation, str(annotation))
+
+
+def _bounded(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    for item in metadata:
+        if isinstance(item, AfterValidator) and isinstance(item.func, NameOrFile):
+            return f"{', '.join(item.func.names)}, or FILE:function"
+    words = [_in_words(annotation)]
+    flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    for item in flat:
+        words += [f"{sign} {getattr(item, field):g}" for kind, field, sign in _SIGNS if isinstance(item, kind)]
+        words += ["that is not empty" for _ in range(isinstance(item, MinLen))]
+    return " ".join(words[:2]) + "".join(f" and {word}" for word in words[2:])

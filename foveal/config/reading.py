@@ -1,0 +1,134 @@
+"""YAML and `key=value` text as plain values, guided by the schema: what is text there stays as it was written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from foveal.config.keys import known_keys
+from foveal.errors import ConfigError
+
+_TEXT = "tag:yaml.org,2002:str"
+_NULL = "tag:yaml.org,2002:null"
+_NULL_WORDS = ("null", "Null", "NULL", "~")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without dates, and with numbers such as 1e-6, which YAML 1.1 takes for text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def read_yaml_file(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Reads a configuration file.
+
+    Returns:
+        its mapping, and a line for each key that it holds twice.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ConfigError(f"config={path}: no such file (looked in {Path.cwd()}); give the path of a YAML file")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={path}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        tree, doubled = _parse(text, "")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}, {_place_and_reason(error)}") from None
+    if tree is None:
+        return {}, []
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold the sections data, algorithm, worker, trainer; it holds {tree!r}")
+    return tree, [f"{path}, {line}" for line in doubled]
+
+
+def read_value(name: str, text: str) -> Any:
+    """The value of `name=text` on the command line.
+
+    Raises:
+        ConfigError: the text is not YAML, for a key that isn't text.
+    """
+    key = known_keys().get(name)
+    if not text.strip():
+        return "" if key is not None and key.is_text and not key.nullable else None
+    if key is not None and key.is_text:
+        return _plain_text(text)
+    try:
+        value, doubled = _parse(text, name)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}={text}: {_place_and_reason(error)}") from None
+    if doubled:
+        raise ConfigError(f"{name}={text}: {'; '.join(doubled)}")
+    return value
+
+
+def _plain_text(text: str) -> str | None:
+    if text in _NULL_WORDS:
+        return None
+    if text[0] in "\"'":
+        try:
+            quoted = yaml.load(text, _Loader)
+        except yaml.YAMLError:
+            return text
+        return quoted if isinstance(quoted, str) else text
+    return text
+
+
+def _parse(text: str, prefix: str) -> tuple[Any, list[str]]:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        doubled: list[str] = []
+        _mark(node, prefix, doubled, set())
+        return loader.construct_document(node), doubled
+    finally:
+        loader.dispose()
+
+
+def _mark(node: yaml.Node, name: str, doubled: list[str], seen: set[int]) -> None:
+    """Tags the scalars of text keys as text, and notes keys that stand twice in a mapping."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    key = known_keys().get(name)
+    if isinstance(node, yaml.ScalarNode) and key is not None and key.is_text and node.tag != _NULL:
+        node.tag = _TEXT
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _mark(item, "", doubled, seen)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        part, line = str(key_node.value), key_node.start_mark.line + 1
+        inner = f"{name}.{part}" if name else part
+        if part in lines and part != "<<":
+            doubled.append(f"line {line}: {inner} stands there twice, first in line {lines[part]}; keep one of them")
+        lines.setdefault(part, line)
+        _mark(value_node, inner, doubled, seen)
+
+
+def _place_and_reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        mark = error.problem_mark or error.context_mark
+        if mark is not None:
+            return f"line {mark.line + 1}, column {mark.column + 1}: not valid YAML ({reason})"
+        return f"not valid YAML ({reason})"
+    return f"not valid YAML ({str(error).splitlines()[0]})"

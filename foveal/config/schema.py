@@ -1,0 +1,97 @@
+"""The whole configuration: section `trainer`, and `Config`, which holds all sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from foveal.config.schema_data import AlgorithmConfig, DataConfig
+from foveal.config.schema_worker import WorkerConfig
+from foveal.config.sections import NotNegative, Positive, PositiveOrOff, Section
+
+TrackerName = Literal["console", "file", "wandb", "swanlab", "mlflow", "tensorboard"]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class TrainerConfig(Section):
+    """Length of the run, devices, validation, saving and logging."""
+
+    total_epochs: Positive = Field(15, description="Times that the data is gone through.")
+    max_steps: Positive | None = Field(
+        None, description="Steps of the run; replaces `total_epochs`, and the data goes round again as needed."
+    )
+    project_name: str = Field("easy_r1", min_length=1, description="Name of the project in trackers and folders.")
+    experiment_name: str = Field("demo", min_length=1, description="Name of the run in trackers and folders.")
+    logger: Annotated[list[TrackerName], BeforeValidator(_as_list)] = Field(
+        ["console", "wandb"], description="Where metrics go. A tracker that is missing is one warning line."
+    )
+    nnodes: Positive = Field(1, description="Machines.")
+    n_gpus_per_node: Positive = Field(
+        8, description="Devices per machine; without accelerators, worker processes per machine."
+    )
+    max_try_make_batch: PositiveOrOff = Field(
+        20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
+    )
+    critic_warmup: NotNegative = Field(0, description="First steps in which only the critic is trained.")
+    val_freq: PositiveOrOff = Field(-1, description="Validate every so many steps; -1 means not in between.")
+    val_before_train: bool = Field(True, description="Validate before the first step.")
+    val_only: bool = Field(False, description="Validate and stop.")
+    val_generations_to_log: NotNegative = Field(0, description="Validation samples that are logged with their scores.")
+    save_freq: PositiveOrOff = Field(-1, description="Save every so many steps; -1 means only at the end.")
+    save_limit: PositiveOrOff = Field(
+        -1,
+        description="Checkpoints that are kept in all, the best included (with 1 the best is kept besides); "
+        "-1 means all.",
+    )
+    save_model_only: bool = Field(False, description="Save weights without optimizer states; no resuming from these.")
+    save_checkpoint_path: str | None = Field(
+        None, description="Folder of the run; null means `checkpoints/PROJECT/EXPERIMENT`."
+    )
+    load_checkpoint_path: str | None = Field(None, description="Checkpoint (`…/global_step_N`) to go on from.")
+    find_last_checkpoint: bool = Field(True, description="Go on from the last checkpoint in the run's folder.")
+    ray_timeline: str | None = Field(None, description="File for a timeline of Ray's tasks.")
+
+    @model_validator(mode="after")
+    def _fill_checkpoint_path(self) -> TrainerConfig:
+        if not self.save_checkpoint_path:
+            self.save_checkpoint_path = str(Path("checkpoints") / self.project_name / self.experiment_name)
+        return self
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of the run: checkpoints, logs and samples."""
+        assert self.save_checkpoint_path is not None
+        return Path(self.save_checkpoint_path)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all machines, or worker processes without accelerators."""
+        return self.nnodes * self.n_gpus_per_node
+
+
+class Config(Section):
+    """Everything a run is told, with EasyR1's names and defaults."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="Rows, prompts and batch sizes.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantages, KL, filtering.")
+    worker: WorkerConfig = Field(default_factory=WorkerConfig, description="Models, sampling, rewards.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Length, devices, saving, logging.")
+
+    _given: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Dotted keys that the file or the command line set."""
+        return self._given
+
+    def value(self, key: str) -> Any:
+        """The value at a dotted key, as `worker.rollout.n`."""
+        found: Any = self
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found

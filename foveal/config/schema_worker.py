@@ -1,0 +1,120 @@
+"""Section `worker`: actor, critic, reference, rollout and reward."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from foveal.config.schema_model import FsdpConfig, RefOffloadConfig, TrainedConfig
+from foveal.config.sections import Dtype, Float, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
+
+POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
+"""The names that `foveal.algorithm` registers."""
+
+
+class ActorConfig(TrainedConfig):
+    """The policy that is trained."""
+
+    clip_ratio_low: Float = Field(0.2, ge=0, description="The importance ratio is clipped below 1 - this.")
+    clip_ratio_high: Float = Field(0.3, ge=0, description="The importance ratio is clipped above 1 + this.")
+    clip_ratio_dual: Float = Field(
+        3.0, gt=1, description="Bound of the loss, as a multiple of a negative advantage (dual clip, Ye et al. 2020)."
+    )
+    loss_type: Annotated[str, AfterValidator(NameOrFile(POLICY_LOSSES))] = Field(
+        "default", description="Policy loss. `default` is clipped PPO; `FILE:function` loads one of your own."
+    )
+    tau_positive: Float = Field(1.0, gt=0, description="SAPO's temperature for tokens with a positive advantage.")
+    tau_negative: Float = Field(1.05, gt=0, description="SAPO's temperature for tokens with a negative advantage.")
+    use_torch_compile: bool = Field(True, description="Compile parts of the forward pass where that helps.")
+    shared_prefix: bool = Field(
+        True, description="Compute a prompt and its images once for all its answers. Results are the same without."
+    )
+    token_budget: Literal["easyr1"] | Positive = Field(
+        "easyr1",
+        description="Tokens per pass. `easyr1`: micro batch size × (max_prompt_length + max_response_length).",
+    )
+
+
+class CriticConfig(TrainedConfig):
+    """The value model of PPO (`algorithm.adv_estimator=gae`)."""
+
+    padding_free: bool = Field(False, description="No effect: sequences are always packed without padding.")
+    cliprange_value: Float = Field(0.5, gt=0, description="A value may move this far from the old one in an update.")
+
+
+class RefConfig(Section):
+    """The frozen reference policy of the KL term; the model is the actor's at the start."""
+
+    strategy: Literal["fsdp"] = Field("fsdp", description="No effect: there is one way to shard.")
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Precision and sharding.")
+    offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig, description="What may wait in host memory.")
+
+
+class RolloutConfig(Section):
+    """How answers are sampled."""
+
+    name: Literal["auto", "vllm", "transformers"] = Field(
+        "auto", description="Engine: vLLM, the trainer's own module through transformers, or whichever is there."
+    )
+    n: Positive = Field(1, description="Answers per prompt.")
+    temperature: Float = Field(
+        1.0, ge=0, description="Sampling temperature; above 0 in training. 0 means greedy, for validation."
+    )
+    top_p: Float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability.")
+    top_k: PositiveOrOff = Field(-1, description="Sample from this many most likely tokens; -1 means all.")
+    seed: NotNegative = Field(1, description="Decides the random numbers of sampling.")
+    limit_images: NotNegative = Field(0, description="Most images per prompt that vLLM is set up for; 0 means any.")
+    dtype: Dtype = Field("bf16", description="Type of the engine's weights and activations.")
+    gpu_memory_utilization: Float = Field(0.6, gt=0, le=1, description="Part of a device's memory that vLLM may take.")
+    ignore_eos: bool = Field(False, description="Go on to `data.max_response_length` whatever is sampled.")
+    enforce_eager: bool = Field(False, description="Let vLLM run without CUDA graphs: a quicker start, slower sampling.")
+    enable_chunked_prefill: bool = Field(False, description="No effect: it meant vLLM's former engine.")
+    tensor_parallel_size: Positive = Field(2, description="Devices that one vLLM engine is spread over.")
+    max_model_len: Positive | None = Field(
+        None, description="Longest sequence of the engine; null means prompt limit + response limit."
+    )
+    max_num_batched_tokens: Positive = Field(8192, description="Tokens that vLLM handles in one pass.")
+    disable_log_stats: bool = Field(True, description="Silence vLLM's own statistics.")
+    disable_tqdm: bool = Field(False, description="Show no progress bar while answers are sampled.")
+    val_override_config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Sampling in validation: any sampling parameter. Absent ones are those above, except n, which is 1.",
+    )
+
+    @property
+    def val_sampling(self) -> dict[str, Any]:
+        """Sampling parameters of validation by name, `val_override_config` applied."""
+        names = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+        return {"n": 1, **{name: getattr(self, name) for name in names}, **self.val_override_config}
+
+
+class RewardConfig(Section):
+    """The reward function and the process it runs in."""
+
+    reward_function: str | None = Field(
+        None, description="`FILE:function`; the function's name is `main` when absent."
+    )
+    reward_function_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of the reward function."
+    )
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text that is scored.")
+    num_cpus: Positive = Field(1, description="Processes that a sequential reward function may be spread over.")
+    time_limit: Float = Field(30.0, gt=0, description="Seconds that scoring may take per sample.")
+    timeout_score: Float = Field(
+        0.0, description="`overall` of a sample that ran out of time, or raised with `on_error: score`."
+    )
+    on_error: Literal["raise", "score"] = Field(
+        "raise", description="The reward function raised: end the run, or give `timeout_score` and count it."
+    )
+
+
+class WorkerConfig(Section):
+    """The parts that hold models or score answers."""
+
+    hybrid_engine: Literal[True] = Field(True, description="No effect: sampling and training share their devices.")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy that is trained.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model of PPO.")
+    ref: RefConfig = Field(default_factory=RefConfig, description="The reference policy.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How answers are sampled.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="How answers are scored.")

@@ -1,0 +1,123 @@
+"""Readers of single data files: parquet, JSON, JSON lines, CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foveal.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+EXTENSIONS = {".parquet": "parquet", ".json": "json", ".jsonl": "jsonl", ".csv": "csv"}
+
+
+class JsonLines:
+    """Rows of JSON-lines files. Only the offsets of the lines are kept, so that pictures inside don't fill memory.
+
+    Python's reader and not Arrow's, so that a column may change its type from row to row.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._places: list[tuple[Path, int]] = []
+        columns: dict[str, None] = {}
+        for path in files:
+            with path.open("rb") as lines:
+                offset = 0
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        columns.update(dict.fromkeys(_json_row(line, f"{path}, line {number}")))
+                        self._places.append((path, offset))
+                    offset += len(line)
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, offset = self._places[index]
+        with path.open("rb") as lines:
+            lines.seek(offset)
+            return _json_row(lines.readline(), str(path))
+
+
+def read_json(path: Path) -> list[dict[str, Any]]:
+    """Rows of a .json file: a list of objects, or one object a line."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        lines = JsonLines([path])
+        return [lines[index] for index in range(len(lines))]
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}.") from error
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {index} is a {type(row).__name__}; every row must be an object.")
+    return rows
+
+
+def _json_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        raise DataError(f"{place} is not valid JSON: {error}. Every line must be one whole object.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is a {type(row).__name__}; every line must be one object, {{…}}.")
+    return row
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Rows of a .csv file with a header line. Cells stay strings, so that an answer "0123" is not 123."""
+    # Python's default of 128 KiB a cell is short of an inline picture; C long is the most it takes.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            rows = list(reader)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}.") from error
+    for index, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise DataError(f"{path}, row {index} has another number of cells than the header's {len(row)}.")
+    return rows
+
+
+def read_parquet(files: list[Path]) -> Dataset:
+    """Opens parquet files through `datasets`, which maps them from its cache instead of holding them in memory."""
+    import datasets
+
+    bars_were_on = datasets.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        dataset = datasets.load_dataset("parquet", data_files=[str(path) for path in files], split="train")
+    except Exception as error:
+        names = ", ".join(str(path) for path in files[:3])
+        raise DataError(f"cannot read {names}: {error.__cause__ or error}") from error
+    finally:
+        if bars_were_on:
+            datasets.enable_progress_bars()
+    return undecoded(dataset)
+
+
+def undecoded(dataset: Dataset) -> Dataset:
+    """The data set, told to give {"bytes", "path"} for pictures instead of decoding them."""
+    # `Dataset.cast` would do the same for lists of pictures, but by writing the whole set to disk again.
+    for feature in dataset.info.features.values():
+        _stop_decoding(feature)
+    return dataset
+
+
+def _stop_decoding(feature: Any) -> None:
+    if isinstance(feature, dict):
+        for inner in feature.values():
+            _stop_decoding(inner)
+    elif hasattr(feature, "decode"):
+        feature.decode = False
+    elif hasattr(feature, "feature"):
+        _stop_decoding(feature.feature)

@@ -1,0 +1,221 @@
+"""Pictures: from what a row holds to encoded bytes, and from encoded bytes to pixels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import ExifTags, Image, ImageFile
+
+from foveal.errors import DataError
+from foveal.types import Media
+
+MAX_PIXELS = 256 * 1024 * 1024
+"""The largest picture that is opened: as RGB it takes 1 GiB while it is being shrunk."""
+SHRINK_ABOVE = 4 * 1024 * 1024
+"""Pictures with more pixels than this are brought to the model's size while decoding, to bound memory."""
+
+# Pillow's own limit warns at 89 megapixels and raises at 179; ours is one clear error. And a cut file must raise
+# whatever other libraries in the process prefer: padded with grey it would be learned from.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+# EXIF orientation → what makes the picture upright; 5 to 8 exchange width and height.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+TURNED = {5, 6, 7, 8}
+
+Size: TypeAlias = tuple[int, int]
+"""(height, width) in pixels, upright."""
+
+
+class PictureError(DataError):
+    """One picture cannot be read; `data.on_bad_row` decides whether its row is skipped."""
+
+
+def media_values(value: Any) -> list[Any]:
+    """What stands in a row's media column, as a list: absent, null, `[]`, `[null]` and "" all mean none.
+
+    A single picture may stand there without a list, and CSV cells may hold a JSON list of paths.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        import json
+
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"a media cell starts with [ and is not a JSON list: {value[:80]!r}.") from error
+    values = value if isinstance(value, list | tuple) else [value]
+    return [item for item in values if not _is_null(item)]
+
+
+def _is_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not value.get("bytes") and not value.get("path")
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, str]:
+    """Where the encoded picture is: (its bytes or its file, its name for messages). Reads nothing.
+
+    Args:
+        value: bytes; {"bytes": …, "path": …}; a path, relative to `image_dir`; a base64 data URL; a PIL picture.
+        name: what to call it when it has no path, as "row 3, image 0".
+
+    Raises:
+        PictureError: the file is missing.
+        DataError: a web address, or a type that is no picture.
+    """
+    if isinstance(value, dict):
+        path = value.get("path")
+        value = value.get("bytes") or path
+        name = f"{name} ({path})" if path and not isinstance(value, str) else name
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value), name
+    if isinstance(value, Image.Image):
+        return _encode_png(value), name
+    if isinstance(value, str) and value.startswith("data:"):
+        return _from_data_url(value, name), name
+    if isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
+        raise DataError(
+            f"{name} is a web address ({value[:120]}); a run downloads no pictures. Download them first and put their "
+            f"paths in the data, relative to data.image_dir."
+        )
+    if isinstance(value, str | Path):
+        path = Path(image_dir or "", value).expanduser()
+        if not path.is_file():
+            raise PictureError(f"{name}: there is no file {path} (data.image_dir is {image_dir!r})")
+        return path, str(path)
+    raise DataError(
+        f"{name} is a {type(value).__name__}; a picture is bytes, a path, {{'bytes': …, 'path': …}}, a data URL or a "
+        f"PIL picture."
+    )
+
+
+def to_media(value: Any, image_dir: str | None, name: str) -> Media:
+    """The picture as the file's own encoded bytes. Arguments and errors as in `locate`."""
+    place, name = locate(value, image_dir, name)
+    return Media("image", place if isinstance(place, bytes) else place.read_bytes(), name)
+
+
+def _encode_png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    (image.convert("RGB") if image.mode in {"CMYK", "YCbCr", "HSV", "LAB"} else image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _from_data_url(url: str, name: str) -> bytes:
+    head, _, body = url.partition(",")
+    if not head.endswith(";base64"):
+        raise DataError(f"{name}: a data URL must be base64 (data:image/png;base64,…), this one starts {head[:60]!r}.")
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise PictureError(f"{name}: the data URL is not valid base64: {error}") from error
+
+
+def picture_size(place: bytes | Path, name: str) -> Size:
+    """(height, width) of the upright picture, from the file's header alone.
+
+    Raises:
+        PictureError: not a picture, or more than `MAX_PIXELS`.
+    """
+    try:
+        with _open(place, name) as image:
+            width, height = image.size
+            return (width, height) if _orientation(image) in TURNED else (height, width)
+    except PictureError:
+        raise
+    except Exception as error:
+        raise PictureError(f"{name}: {error}") from error
+
+
+def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None = None) -> Image.Image:
+    """Decodes the whole picture to upright RGB.
+
+    EXIF orientation is applied, transparency is laid on white, 16-bit greys are scaled to 8 bits, of an animation the
+    first frame is taken.
+
+    Args:
+        target: the model's own rule from a picture's size to the size that it is resized to. A picture of more than
+            `SHRINK_ABOVE` pixels is brought to that size here, where decoding can help, instead of in the processor.
+
+    Raises:
+        PictureError: damaged, truncated (never padded), not a picture, or more than `MAX_PIXELS`.
+    """
+    try:
+        with _open(io.BytesIO(data), name) as image:
+            orientation = _orientation(image)
+            width, height = image.size
+            if target is not None and width * height > SHRINK_ABOVE:
+                turned = orientation in TURNED
+                rows, columns = target((width, height) if turned else (height, width))
+                new_size = (rows, columns) if turned else (columns, rows)
+                # A JPEG decodes at 1/2, 1/4 or 1/8 for a fraction of the memory; twice the final size keeps detail.
+                image.draft(None, (2 * new_size[0], 2 * new_size[1]))
+                pixels = _eight_bit(image).resize(new_size, Image.Resampling.BICUBIC)
+            else:
+                pixels = _eight_bit(image)
+            pixels = _on_white(pixels)
+            return pixels.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else pixels
+    except PictureError:
+        raise
+    except Exception as error:  # decoders raise almost anything on damaged files
+        raise PictureError(f"{name}: {error}") from error
+
+
+def _open(place: bytes | Path | io.BytesIO, name: str) -> ImageFile.ImageFile:
+    try:
+        image = Image.open(io.BytesIO(place) if isinstance(place, bytes) else place)
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"{name}: more than {MAX_PIXELS:,} pixels: {error}") from error
+    except Image.UnidentifiedImageError as error:
+        raise PictureError(f"{name}: not a picture in a known format") from error
+    if image.width * image.height > MAX_PIXELS:
+        image.close()
+        raise PictureError(f"{name}: {image.width}x{image.height} is more than the limit of {MAX_PIXELS:,} pixels")
+    return image
+
+
+def _orientation(image: ImageFile.ImageFile) -> int:
+    # Pillow turns a TIFF upright by itself.
+    if image.format == "TIFF":
+        return 1
+    # Pillow decodes a whole PNG to look for EXIF behind its pixels.
+    if image.format == "PNG" and not image.info.keys() & {"exif", "Raw profile type exif"}:
+        return 1
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """RGB, RGBA, L, LA or CMYK, in which resizing is right (a palette's or 16-bit picture's resizing is not)."""
+    if image.mode.startswith("I"):
+        # 16-bit greys come as I;16 or I; Pillow's own conversion would clip at 255.
+        return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("a picture of floating-point numbers has no defined range; save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        return image if image.mode in {"RGBA", "LA"} else image.convert("RGBA")
+    return image if image.mode in {"RGB", "L", "CMYK"} else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode not in {"RGBA", "LA"}:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image)
+    return white.convert("RGB")

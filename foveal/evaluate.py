@@ -1,0 +1,72 @@
+"""`foveal eval` and `trainer.val_only`: validation alone, with neither optimizer nor reference policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foveal.cluster.group import start_workers
+from foveal.config import Config
+from foveal.data.loader import open_loader
+from foveal.errors import ConfigError
+from foveal.preflight import check_runnable, open_processing
+from foveal.reward.runner import RewardRunner
+from foveal.track import Trackers, console
+from foveal.track.metrics import timing_metrics
+from foveal.track.timing import timer
+from foveal.train.checkpoint import Checkpoints
+from foveal.validation import Validator
+
+
+def evaluate(config: Config, model: str | None = None) -> int:
+    """Scores a model on `data.val_files`.
+
+    Args:
+        model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else
+            `worker.actor.model.model_path`.
+
+    Returns:
+        0
+
+    Raises:
+        FovealError: anything the user can cure.
+    """
+    if not config.data.val_files:
+        raise ConfigError("data.val_files is not set: there is nothing to score on.")
+    checkpoint = _checkpoint(config, model)
+    if checkpoint is not None:
+        config.worker.actor.model.model_path = str(checkpoint / "actor" / "huggingface")
+        config.worker.actor.model.tokenizer_path = None
+    elif model is not None:
+        config.worker.actor.model.model_path = model
+        config.worker.actor.model.tokenizer_path = None
+    check_runnable(config)
+    processing = open_processing(config)
+    loader = open_loader(config, processing, "val")
+    rewards = RewardRunner(config.worker.reward, "val")
+    rewards.start()
+    workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
+    step = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
+    trackers = Trackers(config, config.trainer.checkpoint_dir, resume_step=step)
+    timings: dict[str, float] = {}
+    try:
+        with timer(timings, "validation"):
+            metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
+        trackers.log(metrics | timing_metrics(timings), step)
+        trackers.log_samples(samples, step)
+        console.validation_line(step, metrics)
+    finally:
+        rewards.close()
+        trackers.close()
+    return 0
+
+
+def _checkpoint(config: Config, model: str | None) -> Path | None:
+    """The `global_step_N` folder that is meant, or None for a plain model."""
+    named = model or config.trainer.load_checkpoint_path
+    if named is None or (model is not None and not _looks_like_checkpoint(Path(model))):
+        return None
+    return Checkpoints(config.trainer.checkpoint_dir, -1).resolve(named)
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    return (path / "actor").is_dir() or (path / "foveal.json").is_file() or (path / "checkpoint_tracker.json").is_file()

@@ -1,0 +1,114 @@
+"""What a reward function may return, and what crosses the pipe between the run and the reward process.
+
+No torch, no numpy: reward processes import this. Scalars of those libraries are recognised by their `item()`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypeAlias
+
+EXPECTED = "a number, or a dict of numbers that has `overall`"
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """Which function to load: an absolute path, a name in that file, and keyword arguments to bind."""
+
+    path: str
+    name: str
+    kwargs: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+@dataclass(frozen=True)
+class FunctionInfo:
+    """What the loaded module says of itself.
+
+    Attributes:
+        kind: REWARD_TYPE; "batch" when the module has none.
+        split_groups: REWARD_SPLIT = "group": a batch function is called once for each group.
+        declares_kind: whether the module has a REWARD_TYPE.
+    """
+
+    kind: Literal["batch", "sequential"]
+    split_groups: bool
+    declares_kind: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an answer, or all answers of one call, got no score.
+
+    Attributes:
+        kind: "raised" by the function; "broken" contract; "timeout"; "died" process.
+        text: what happened, to follow the function's name in a sentence.
+        traceback: of the user's code, for "raised".
+        covers: how many answers this one failure took with it.
+    """
+
+    kind: Literal["raised", "broken", "timeout", "died"]
+    text: str
+    traceback: str = ""
+    covers: int = 1
+
+
+Rewards: TypeAlias = dict[str, float]
+Outcome: TypeAlias = Rewards | Failure
+
+
+def to_number(value: Any) -> float | None:
+    """`value` as a float when it is one number (Python, numpy, a one-element tensor), else None."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (TypeError, ValueError, RuntimeError):  # more than one element
+            return None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond 1e308; not finite either way
+        return math.inf
+
+
+def to_outcome(result: Any) -> Outcome:
+    """What the function returned for one answer as named floats; a Failure that says what is wrong with it."""
+    if not isinstance(result, dict):
+        number = to_number(result)
+        if number is None:
+            return Failure("broken", f"returned {_show(result)} where {EXPECTED} is expected")
+        return {"overall": number}
+    if "overall" not in result:
+        return Failure("broken", f"returned a dict without `overall`, with the keys {list(result)}")
+    rewards: Rewards = {}
+    for key, value in result.items():
+        number = to_number(value)
+        if not isinstance(key, str) or number is None:
+            return Failure("broken", f"returned {_show(value)} under the key {key!r} where a number is expected")
+        rewards[key] = number
+    return rewards
+
+
+def to_outcomes(result: Any, count: int) -> list[Outcome]:
+    """What a batch function returned for `count` answers, one outcome each."""
+    if not isinstance(result, list | tuple):
+        text = f"returned {_show(result)} where a list of {count} results, one for each answer, is expected"
+        return [Failure("broken", text, covers=count)] * count
+    if len(result) != count:
+        text = f"returned a list of {len(result)} results where {count} are expected, one for each answer"
+        return [Failure("broken", text, covers=count)] * count
+    return [to_outcome(one) for one in result]
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,0 +1,76 @@
+"""The process that runs the user's reward function. It imports the user's file and little else: no torch, no numpy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from foveal.errors import RewardError
+from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome, to_outcome, to_outcomes
+from foveal.reward.loading import load_function, user_traceback
+
+
+def main() -> None:
+    """Loads the function named in the first message, then scores list after list until the run closes the pipe."""
+    pipe, life_line = int(sys.argv[1]), int(sys.argv[2])
+    for descriptor in (pipe, life_line):
+        os.set_inheritable(descriptor, False)
+    _die_with(life_line)
+    connection = Connection(pipe)
+    spec: FunctionSpec = connection.recv()
+    try:
+        function, info = load_function(spec)
+    except RewardError as error:
+        _flush()
+        connection.send(error)
+        return
+    _flush()
+    connection.send(info)
+    while True:
+        try:
+            inputs = connection.recv()
+        except EOFError:
+            return
+        outcomes = _score(function, info, spec.path, inputs)
+        _flush()
+        connection.send(outcomes)
+
+
+def _score(
+    function: Callable[[Any], Any], info: FunctionInfo, path: str, inputs: list[dict[str, Any]]
+) -> list[Outcome]:
+    try:
+        if info.kind == "sequential":
+            return [to_outcome(function(one)) for one in inputs]
+        return to_outcomes(function(inputs), len(inputs))
+    except BaseException as error:  # a sys.exit() in a reward must not end the process without a word
+        text = f"raised {type(error).__name__}: {error}"
+        return [Failure("raised", text, user_traceback(error, path), covers=len(inputs))] * len(inputs)
+
+
+def _die_with(life_line: int) -> None:
+    """Has the kernel kill this process group when the other end of the pipe `life_line` closes.
+
+    The run holds that end and never writes to it, so it closes when the run ends, however that happens. No Python code
+    of ours takes part: a function that is stuck inside C holds the interpreter's lock for ever.
+    """
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, -os.getpgrp())
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere the signal is SIGIO, which ends a process too
+        fcntl.fcntl(life_line, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([life_line], [], [], 0)[0]:  # closed before the kernel was asked
+        os._exit(1)
+
+
+def _flush() -> None:
+    """What the user's code printed appears now, not when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by whoever reads our output, or by the user's code
+            stream.flush()

@@ -1,0 +1,176 @@
+"""Generate, score, filter, until the batch of a step is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from foveal.cluster.group import Workers
+from foveal.config import Config
+from foveal.data.loader import PromptLoader
+from foveal.errors import DataError
+from foveal.reward.runner import RewardRunner
+from foveal.track.console import note
+from foveal.track.timing import timer
+from foveal.types import Group, Metrics, Prompt, Sampling
+
+
+def training_sampling(config: Config) -> Sampling:
+    """How training answers are sampled."""
+    rollout = config.worker.rollout
+    return Sampling(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: Config) -> Sampling:
+    """The same for validation: `val_override_config` over the training values, one answer unless it says otherwise."""
+    base = replace(training_sampling(config), n=1)
+    override = dict(config.worker.rollout.val_override_config)
+    known = {name: override.pop(name) for name in list(override) if name in Sampling.__dataclass_fields__}
+    return replace(base, **known, extra={**base.extra, **override})
+
+
+def generate_and_score(
+    prompts: list[Prompt],
+    sampling: Sampling,
+    workers: Workers,
+    rewards: RewardRunner,
+    timings: dict[str, float],
+    advance: Callable[[], None],
+) -> tuple[list[Group], Metrics]:
+    """Answers all prompts and scores the answers, scoring while others are generated where the reward allows it.
+
+    Args:
+        timings: seconds are added under "gen" and "reward"; the latter is what scoring took beyond generation.
+        advance: called for each finished group.
+
+    Returns:
+        groups in the order of `prompts`, and the reward runner's counts.
+    """
+    order = {prompt.uid: index for index, prompt in enumerate(prompts)}
+    groups: list[Group] = []
+    with timer(timings, "gen"):
+        for group in workers.rollout(prompts, sampling):
+            groups.append(group)
+            if rewards.streams:
+                rewards.submit(group)
+            advance()
+    groups.sort(key=lambda group: order[group.prompt.uid])
+    with timer(timings, "reward"):
+        if not rewards.streams:
+            for group in groups:
+                rewards.submit(group)
+        metrics = rewards.finish()
+    return groups, metrics
+
+
+@dataclass
+class Account:
+    """What online filtering saw, for its metrics and for the message when nothing was kept."""
+
+    tries: int = 0
+    seen: int = 0
+    kept: int = 0
+    too_low: int = 0
+    too_high: int = 0
+    unscored: int = 0
+    sample: str = ""
+
+    def explain(self, config: Config) -> str:
+        a = config.algorithm
+        reasons = [f"{self.too_high} all-one (mean ≥ {a.filter_high})", f"{self.too_low} all-zero (mean ≤ {a.filter_low})"]
+        if self.unscored:
+            reasons.append(f"{self.unscored} without the key")
+        return (
+            f"online filtering kept {self.kept} of {self.seen} groups in {self.tries} tries "
+            f"(trainer.max_try_make_batch={config.trainer.max_try_make_batch}): {', '.join(reasons)}, "
+            f"by the mean of {a.filter_key!r} strictly between {a.filter_low} and {a.filter_high}."
+        )
+
+
+@dataclass
+class Collector:
+    """Collects the groups of one training step after the other.
+
+    With `algorithm.online_filtering` (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) groups whose answers are
+    all alike are dropped, and generation goes on until the batch is full. Groups beyond the batch wait for the next step.
+    """
+
+    config: Config
+    loader: PromptLoader
+    workers: Workers
+    rewards: RewardRunner
+    surplus: list[Group] = field(default_factory=list)
+
+    def collect(self, step: int, timings: dict[str, float], advance: Callable[[], None]) -> tuple[list[Group], Metrics]:
+        """The groups to train on in this step.
+
+        Raises:
+            DataError: filtering kept nothing within `trainer.max_try_make_batch` tries.
+        """
+        config = self.config
+        wanted = config.data.rollout_batch_size
+        sampling = training_sampling(config)
+        sampling = sampling.with_seed(sampling.seed * 1_000_003 + step)
+        groups, self.surplus = self.surplus, []
+        account = Account()
+        metrics: Metrics = {}
+        while len(groups) < wanted:
+            prompts = self.loader.take(config.data.mini_rollout_batch_size or wanted)
+            fresh, counts = generate_and_score(prompts, sampling, self.workers, self.rewards, timings, advance)
+            for name, value in counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            account.tries += 1
+            groups += self._filter(fresh, account)
+            limit = config.trainer.max_try_make_batch
+            if config.algorithm.online_filtering and 0 < limit <= account.tries and len(groups) < wanted:
+                self._give_up_filling(groups, account)
+                break
+        if config.algorithm.online_filtering and account.seen:
+            metrics["filter/kept_share"] = account.kept / account.seen
+            metrics["filter/tries"] = float(account.tries)
+        self.surplus = groups[wanted:]
+        return groups[:wanted], metrics
+
+    def _filter(self, groups: Sequence[Group], account: Account) -> list[Group]:
+        algorithm = self.config.algorithm
+        if not algorithm.online_filtering:
+            return list(groups)
+        kept = []
+        for group in groups:
+            account.seen += 1
+            values = [r.rewards[algorithm.filter_key] for r in group.trained if algorithm.filter_key in r.rewards]
+            if not account.sample and group.responses:
+                account.sample = group.responses[0].text
+            mean = float(np.mean(values)) if values else None
+            if mean is None:
+                account.unscored += 1
+            elif mean <= algorithm.filter_low:
+                account.too_low += 1
+            elif mean >= algorithm.filter_high:
+                account.too_high += 1
+            else:
+                account.kept += 1
+                kept.append(group)
+        return kept
+
+    def _give_up_filling(self, groups: Sequence[Group], account: Account) -> None:
+        explanation = account.explain(self.config)
+        if groups:
+            note(f"{explanation} Training on the {len(groups)} groups there are.")
+            return
+        raise DataError(
+            f"{explanation}\nOne of the answers: {account.sample[:300]!r}\n"
+            "When every answer is wrong, the prompt's format and the reward function may disagree; when every answer is "
+            "right, the data is too easy. Otherwise widen algorithm.filter_low / filter_high, choose another "
+            "algorithm.filter_key, or raise worker.rollout.n."
+        )

@@ -1,0 +1,100 @@
+"""The interface of a rollout engine: prompts in, groups of sampled answers out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from foveal.errors import ConfigError
+from foveal.types import Group, Prompt, Sampling
+
+
+class RolloutEngine(ABC):
+    """Samples answers to prompts with the policy's weights.
+
+    What holds for every engine:
+
+    - An answer never holds a vision placeholder id. Their probability is zero, so that features and placeholders of a
+      prompt with its answer still match when the policy trains on it.
+    - `Response.logprobs` are those of the distribution sampled from: at the sampling temperature, with forbidden ids
+      masked out (and cut by top_k and top_p where they are set). Greedy answers (temperature 0) have those of the
+      masked distribution at temperature 1.
+    - An end token that the model wrote is part of `Response.token_ids` (finish_reason "stop").
+    - `Response.text` stays empty and `Response.rewards` too: decoding and scoring are not the engine's.
+    - The same (seed, uid, number of the answer) under the same weights gives the same answer, up to rounding.
+    """
+
+    @abstractmethod
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
+        """Queues `sampling.n` answers to each prompt. Returns at once.
+
+        Args:
+            weight_version: what the answers' `weight_spans` say wrote them.
+
+        Raises:
+            ConfigError: `sampling.extra` holds a parameter that this engine does not know.
+        """
+
+    @abstractmethod
+    def collect(self) -> Iterator[Group]:
+        """Yields a group for everything submitted, as its last answer finishes; ends when nothing is left.
+
+        The order is that of finishing. While iterating, the consumer may call `submit` and `abort`. A consumer may
+        also stop early: what was not yielded is still open, and a later `collect` yields it.
+        """
+
+    @abstractmethod
+    def abort(self, uids: Collection[str]) -> None:
+        """Gives up the unfinished answers of these prompts.
+
+        Their groups are still yielded, soon: finished answers as they are, the others as far as they came, with
+        finish_reason "abort". Uids that are not open are ignored.
+        """
+
+    @abstractmethod
+    def update_weights(self, buckets: Iterator[list[tuple[str, torch.Tensor]]], version: int) -> None:
+        """Takes over new weights before the next `submit`.
+
+        Args:
+            buckets: full tensors under the names and layouts that `save_pretrained` writes, some at a time.
+            version: the number of these weights.
+        """
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Hands back the device memory that the engine holds, so that training can use it."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Takes the memory again after `sleep`. Weights must be updated before the next `submit`."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Group]:
+        """Submits prompts of distinct uids and returns their groups in order. Nothing else may be open."""
+        self.submit(prompts, sampling, weight_version)
+        groups = {group.prompt.uid: group for group in self.collect()}
+        return [groups[prompt.uid] for prompt in prompts]
+
+
+def choose_engine(name: str, say: Callable[[str], None] = print) -> str:
+    """Resolves `worker.rollout.name` to the name of an engine, always "transformers" in this version.
+
+    Args:
+        name: "auto", "vllm" or "transformers".
+        say: gets the one line that tells what "auto" chose, and why.
+
+    Raises:
+        ConfigError: an engine that this version does not have.
+    """
+    if name == "transformers":
+        return name
+    if name == "auto":
+        say("rollout engine: transformers (worker.rollout.name=auto; this version has no vLLM engine)")
+        return "transformers"
+    if name == "vllm":
+        raise ConfigError(
+            "worker.rollout.name=vllm: this version has no vLLM engine. "
+            "Set worker.rollout.name=transformers, or auto, which takes the best engine there is."
+        )
+    raise ConfigError(f"worker.rollout.name={name}: there is no such engine. Allowed: auto, vllm, transformers.")

@@ -1,0 +1,135 @@
+"""The policy: the model that is trained, and one step of training it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from foveal.algorithm import LossBatch, aggregate, get_loss, kl_penalty
+from foveal.config import Config
+from foveal.train.optim import build_optimizer, learning_rate
+from foveal.train.packing import Pack
+from foveal.train.scorer import TokenScorer
+from foveal.train.scoring import Packer, write_logprobs
+from foveal.types import Group, Metrics
+
+
+class Policy:
+    """Holds the trained model and its optimizer.
+
+    Args:
+        config: the whole configuration.
+        scorer: the model, ready to score packed responses.
+        packer: how to lay groups out for the update pass.
+        experience_packer: the same for passes without gradients, which can take more tokens at once.
+    """
+
+    def __init__(self, config: Config, scorer: TokenScorer, packer: Packer, experience_packer: Packer) -> None:
+        self.config = config
+        self.scorer = scorer
+        self.packer = packer
+        self.experience_packer = experience_packer
+        self.optimizer = build_optimizer(scorer.model.parameters(), config)
+        self.loss = get_loss(config.worker.actor.loss_type)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.scorer.model
+
+    def logprobs(self, groups: Sequence[Group]) -> None:
+        """Stores the current policy's log-probabilities as the column `old_logprobs`."""
+        write_logprobs(self.scorer, self.experience_packer, groups, "old_logprobs")
+
+    def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
+        """Trains on one step's groups: `ppo_epochs` passes, one optimizer step per `global_batch_size` prompts.
+
+        Every trained response needs the column `advantages`, with `use_kl_loss` also `ref_logprobs`. Where
+        `old_logprobs` is absent the current log-probabilities take its place, which is the same thing as long as the
+        step has one optimizer step.
+
+        Returns:
+            means over the step, under EasyR1's names (`actor/pg_loss`, `actor/ppo_kl`, …).
+        """
+        actor = self.config.worker.actor
+        rate = learning_rate(step, total_steps, self.config)
+        for parameter_group in self.optimizer.param_groups:
+            parameter_group["lr"] = rate
+        self.scorer.train()
+        sums: dict[str, float] = {}
+        for _ in range(actor.ppo_epochs):
+            for start in range(0, len(groups), actor.global_batch_size):
+                stats = self._optimizer_step(groups[start : start + actor.global_batch_size], kl_coef)
+                for name, value in stats.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        self.scorer.eval()
+        return self._means(sums, rate, kl_coef)
+
+    def _optimizer_step(self, groups: Sequence[Group], kl_coef: float) -> dict[str, float]:
+        """Accumulates the gradient of the whole batch, micro-batch by micro-batch, then steps once.
+
+        The loss is normalised by the batch's own counts, never a micro-batch's, so cuts don't change the gradient.
+        """
+        trained = [r for g in groups for r in g.trained if len(r.token_ids)]
+        if not trained:
+            return {"skipped": 1.0}
+        total_tokens = sum(len(r.token_ids) for r in trained)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, torch.Tensor] = {}
+        for pack in self.packer.packs(groups):
+            loss, stats = self._loss(pack, total_tokens, len(trained), kl_coef)
+            loss.backward()
+            for name, value in stats.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.worker.actor.max_grad_norm))
+        if not math.isfinite(norm):
+            # A step along NaN would destroy the weights; leaving it out costs one batch.
+            self.optimizer.zero_grad(set_to_none=True)
+            return {"not_finite": 1.0}
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        result = {name: float(value) for name, value in sums.items()}
+        return result | {"tokens": float(total_tokens), "grad_norm": norm, "steps": 1.0}
+
+    def _loss(
+        self, pack: Pack, total_tokens: int, total_sequences: int, kl_coef: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
+        actor, algorithm = self.config.worker.actor, self.config.algorithm
+        logprobs = self.scorer(pack)
+        if "old_logprobs" not in pack.responses[0].columns:
+            pack.store("old_logprobs", logprobs)
+        lengths = pack.lengths
+        mask = torch.ones_like(logprobs, dtype=torch.bool)
+        batch = LossBatch(logprobs, pack.column("old_logprobs"), pack.column("advantages"), lengths, mask)
+        token_losses, stats = self.loss(batch, actor)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return aggregate(values, lengths, mask, actor.loss_avg_mode, total_tokens, total_sequences)
+
+        loss = mean(token_losses)
+        sums = {**stats, "pg_loss": loss, "entropy_loss": -logprobs.sum()}
+        if algorithm.use_kl_loss and not algorithm.disable_kl:
+            kl = mean(kl_penalty(logprobs, pack.column("ref_logprobs"), algorithm.kl_penalty))
+            loss = loss + kl_coef * kl
+            sums["kl_loss"] = kl
+        return loss, sums
+
+    def _means(self, sums: dict[str, float], rate: float, kl_coef: float) -> Metrics:
+        steps, tokens = sums.pop("steps", 0.0), sums.pop("tokens", 0.0)
+        metrics: Metrics = {"actor/lr": rate}
+        if "not_finite" in sums:
+            metrics["actor/not_finite_steps"] = sums.pop("not_finite")
+        if "skipped" in sums:
+            metrics["actor/empty_steps"] = sums.pop("skipped")
+        for name in ("grad_norm", "pg_loss", "kl_loss"):  # one number an optimizer step
+            if name in sums and steps:
+                metrics[f"actor/{name}"] = sums.pop(name) / steps
+        for name, value in sums.items():  # sums over tokens
+            if tokens:
+                metrics[f"actor/{name}"] = value / tokens
+        if "actor/kl_loss" in metrics:
+            metrics["actor/kl_coef"] = kl_coef
+        return metrics

@@ -1,0 +1,192 @@
+"""The step loop: generate, score, credit, update; validate and save when due."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from foveal.algorithm import KLController
+from foveal.cluster.group import start_workers
+from foveal.config import Config
+from foveal.data.loader import open_loader
+from foveal.errors import CheckpointError, ConfigError
+from foveal.preflight import check_runnable, open_processing
+from foveal.reward.runner import RewardRunner
+from foveal.rollout.collect import Collector, training_sampling
+from foveal.signals import Stopped, StopSignals
+from foveal.track import Trackers, console
+from foveal.track.curve import draw_curve
+from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
+from foveal.track.timing import timer
+from foveal.train.checkpoint import Checkpoints
+from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, needs_reference
+from foveal.types import Group, Metrics
+from foveal.validation import Validator
+
+
+class Trainer:
+    """One run, from checked inputs to the last checkpoint.
+
+    Building it opens data, processor and reward function, in that order, before any model is loaded, so that what is
+    wrong shows within seconds.
+
+    Args:
+        config: the whole configuration.
+
+    Raises:
+        FovealError: whatever is wrong with configuration, model folder, data or reward function.
+    """
+
+    def __init__(self, config: Config) -> None:
+        check_runnable(config)
+        self.config = config
+        self.root = config.trainer.checkpoint_dir
+        self.checkpoints = Checkpoints(self.root, config.trainer.save_limit)
+        self.processing = open_processing(config)
+        self.loader = open_loader(config, self.processing, "train")
+        val_loader = open_loader(config, self.processing, "val") if config.data.val_files else None
+        self.total_steps = self._count_steps()
+        self.rewards = RewardRunner(config.worker.reward, "train")
+        self.val_rewards = RewardRunner(config.worker.reward, "val")
+        self.rewards.start()
+        self.val_rewards.start()
+        self.workers = start_workers(config, self.processing, train=True)
+        self.validator = val_loader and Validator(
+            config, val_loader, self.workers, self.val_rewards, self.processing
+        )
+        self.collector = Collector(config, self.loader, self.workers, self.rewards)
+        algorithm = config.algorithm
+        self.kl = KLController(
+            algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon
+        )
+        self.step = 0
+        self.saved_step = 0
+        self.val_scores: dict[int, float] = {}
+        self._loader_state = self.loader.state_dict()
+        self._resume()
+        self.trackers = Trackers(config, self.root, resume_step=self.step)
+        self.signals = StopSignals()
+
+    def _count_steps(self) -> int:
+        trainer, batch = self.config.trainer, self.config.data.rollout_batch_size
+        if trainer.max_steps is not None:
+            return trainer.max_steps
+        return trainer.total_epochs * self.loader.steps_per_epoch(batch)
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> int:
+        """Trains to the end.
+
+        Returns:
+            the process's exit status: 0, or 128 + the signal's number when Ctrl-C or SIGTERM ended the run early (what
+            was learned is saved then).
+        """
+        with self.signals:
+            try:
+                self._run()
+                return 0
+            except Stopped as stop:
+                self._save_after(stop)
+                return 128 + stop.signum
+            finally:
+                self.close()
+
+    def _run(self) -> None:
+        trainer = self.config.trainer
+        if self.step == 0 and trainer.val_before_train:
+            self.validate()
+        while self.step < self.total_steps:
+            self.train_step()
+            if trainer.val_freq > 0 and self.step % trainer.val_freq == 0:
+                self.validate()
+            if trainer.save_freq > 0 and self.step % trainer.save_freq == 0:
+                self.save()
+            self.signals.check()
+        if self.step not in self.val_scores:
+            self.validate()
+        if self.saved_step != self.step:
+            self.save()
+
+    def train_step(self) -> None:
+        """One step: a batch of groups in, better weights out."""
+        step = self.step + 1
+        timings: dict[str, float] = {}
+        with timer(timings, "step"):
+            groups, metrics = self._collect(step, timings)
+            if needs_old_logprobs(self.config):
+                with timer(timings, "old"):
+                    self.workers.old_logprobs(groups)
+            if needs_reference(self.config):
+                with timer(timings, "ref"):
+                    self.workers.ref_logprobs(groups)
+            with timer(timings, "adv"):
+                metrics |= assign_credit(groups, self.config, self.kl)
+            with timer(timings, "update_actor"):
+                metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
+        self.step = step
+        self._loader_state = self.loader.state_dict()
+        self._log_step(groups, metrics, timings)
+
+    def _collect(self, step: int, timings: dict[str, float]) -> tuple[list[Group], Metrics]:
+        with self.signals.interruptible(), console.phase(f"step {step}: answers", None) as advance:
+            return self.collector.collect(step, timings, advance)
+
+    def validate(self) -> None:
+        """Scores the current weights on the validation set, if there is one."""
+        if self.validator is None:
+            return
+        timings: dict[str, float] = {}
+        with timer(timings, "validation"), self.signals.interruptible():
+            metrics, samples = self.validator.run(self.step, {})
+        self.val_scores = {self.step: metrics["val/reward_score"]}
+        self.trackers.log(metrics | timing_metrics(timings), self.step)
+        self.trackers.log_samples(samples, self.step)
+        console.validation_line(self.step, metrics)
+        draw_curve(self.trackers.log_file, self.root / "curve.png")
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes `global_step_N`, whole or not at all, judged by a validation of these very weights if there was one."""
+        timings: dict[str, float] = {}
+
+        def write(folder: Path) -> None:
+            self.workers.save(folder / "actor", model_only=self.config.trainer.save_model_only)
+
+        with timer(timings, "save_checkpoint"):
+            self.checkpoints.save(self.step, write, self.val_scores.get(self.step), state=self._state())
+        self.saved_step = self.step
+        self.trackers.log(timing_metrics(timings), self.step)
+        console.note(f"saved {self.checkpoints.folder(self.step)}")
+
+    def _state(self) -> dict[str, Any]:
+        """What a resumed run needs beside weights and optimizer; plain JSON."""
+        return {"step": self.step, "loader": self._loader_state, "kl": self.kl.state_dict()}
+
+    def _resume(self) -> None:
+        """Goes on from `load_checkpoint_path`, or from the run's own last checkpoint."""
+        trainer = self.config.trainer
+        if trainer.load_checkpoint_path:
+            folder: Path | None = self.checkpoints.resolve(trainer.load_checkpoint_path)
+        else:
+            folder = self.checkpoints.latest() if trainer.find_last_checkpoint else None
+        if folder is None:
+            return
+        state = self.checkpoints.state(folder)
+        self.workers.load(folder / "actor")
+        self.loader.load_state_dict(state["loader"])
+        self.kl.load_state_dict(state["kl"])
+        self._loader_state = state["loader"]
+        self.step = self.saved_step = state["step"]
+        console.note(f"resuming from {folder}: going on after step {self.step} of {self.total_steps}")
+
+    def _save_after(self, stop: Stopped) -> None:
+        name = signal.Signals(stop.signum).name
+        if self.saved_step == self.step:
+            console.note(f"{name}: stopping; nothing has been learned since step {self.saved_step}.")
+            return
+        console.note(f"{name}: saving step {self.step} before stopping (a second signal stops at once).")
+        self.save()

@@ -1,0 +1,57 @@
+"""Scoring a model on the validation set; the same for training and for `foveal eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foveal.cluster.group import Workers
+from foveal.config import Config
+from foveal.data.loader import PromptLoader
+from foveal.data.processing import Processing
+from foveal.reward.runner import RewardRunner
+from foveal.rollout.collect import generate_and_score, validation_sampling
+from foveal.track import console
+from foveal.track.metrics import validation_metrics
+from foveal.track.samples import Sample
+from foveal.types import Group, Metrics
+
+
+@dataclass
+class Validator:
+    """Answers and scores every row of the validation set.
+
+    Args:
+        rewards: a runner of its own, so that validation never touches the training function's state.
+    """
+
+    config: Config
+    loader: PromptLoader
+    workers: Workers
+    rewards: RewardRunner
+    processing: Processing
+
+    def run(self, step: int, timings: dict[str, float]) -> tuple[Metrics, list[Sample]]:
+        """One pass over the set.
+
+        Returns:
+            `val/reward_score`, `val/KEY_reward`, `val_response_length/…`, and the first
+            `trainer.val_generations_to_log` answers.
+        """
+        limits = self.config.data
+        sampling = validation_sampling(self.config)
+        groups: list[Group] = []
+        counts: Metrics = {}
+        with console.phase("validation", len(self.loader)) as advance:
+            for prompts in self.loader.batches():
+                scored, metrics = generate_and_score(
+                    prompts, sampling, self.workers, self.rewards, timings, advance
+                )
+                groups += scored
+                for name, value in metrics.items():
+                    counts[f"val_{name}"] = counts.get(f"val_{name}", 0.0) + value
+        shown = [
+            Sample.of(group.prompt, response, step, self.processing.tokenizer)
+            for group in groups[: self.config.trainer.val_generations_to_log]
+            for response in group.responses[:1]
+        ]
+        return {**counts, **validation_metrics(groups, limits.max_response_length)}, shown

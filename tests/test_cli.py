@@ -1,0 +1,29 @@
+"""The command line answers fast, and mistakes in it say what is allowed."""
+
+import subprocess
+import sys
+import time
+
+from foveal.cli import main
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from foveal.cli import main; main(['--help']);"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pydantic') if m in sys.modules])"
+    )
+    start = time.perf_counter()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert time.perf_counter() - start < 2.0
+    assert "train" in output and output.strip().endswith("[]")
+
+
+def test_unknown_command_lists_the_commands(capsys) -> None:
+    assert main(["trian"]) == 2
+    assert "train, eval, merge, quickstart" in capsys.readouterr().err
+
+
+def test_an_error_of_the_user_is_one_message_without_traceback(capsys) -> None:
+    assert main(["train", "trainer.max_step=3"]) == 1
+    error = capsys.readouterr().err
+    assert "trainer.max_steps" in error and "Traceback" not in error

@@ -1,0 +1,183 @@
+"""One trainer step: the gradient is the plain GRPO gradient, whatever the micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from foveal.algorithm import KLController
+from foveal.config import load_config
+from foveal.models.loading import load_model
+from foveal.quickstart.tiny import build_tiny
+from foveal.train.credit import assign_credit, needs_old_logprobs
+from foveal.train.optim import learning_rate
+from foveal.train.policy import Policy
+from foveal.train.scorer import TokenScorer
+from foveal.train.scoring import Packer
+from foveal.types import Group
+from tests.random_groups import naive_logprobs, random_groups
+
+CPU = torch.device("cpu")
+FORBIDDEN = [201, 202]
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("model"), "qwen3_vl")
+
+
+def make_policy(folder: Path, *overrides: str, budget: int = 10**6, shared: bool = True) -> Policy:
+    config = load_config(
+        [
+            "worker.rollout.n=3",
+            "data.rollout_batch_size=4",
+            "worker.actor.global_batch_size=4",
+            "algorithm.use_kl_loss=true",
+            "algorithm.kl_penalty=low_var_kl",
+            "algorithm.kl_coef=0.5",
+            "worker.actor.max_grad_norm=1.0e9",
+            *overrides,
+        ]
+    )
+    model: Any = load_model(str(folder), dtype=torch.float32, device=CPU)
+    scorer = TokenScorer(model, forbidden_ids=FORBIDDEN, temperature=TEMPERATURE, autocast=None)
+    packer = Packer(budget, shared, lambda p: p.features or {}, model, CPU)
+    policy = Policy(config, scorer, packer, packer)
+    # Plain gradient descent with rate 1: the step is the gradient, which AdamW would hide.
+    policy.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return policy
+
+
+def prepared_groups(policy: Policy) -> list[Group]:
+    """Groups with advantages, and old and reference log-probabilities some way off the policy's."""
+    groups = random_groups(policy.model, [1, 0, 2, 0])
+    policy.logprobs(groups)
+    rng = np.random.default_rng(1)
+    for group in groups:
+        for response in group.responses:
+            exact = response.columns["old_logprobs"]
+            response.columns["old_logprobs"] = exact + rng.normal(0, 0.3, exact.shape).astype(np.float32)
+            response.columns["ref_logprobs"] = exact + rng.normal(0, 0.3, exact.shape).astype(np.float32)
+    assign_credit(groups, policy.config, KLController(0.5))
+    return groups
+
+
+def step_taken(policy: Policy, groups: list[Group]) -> dict[str, torch.Tensor]:
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    policy.config.worker.actor.optim.lr = 1.0
+    policy.update(groups, step=1, total_steps=1, kl_coef=0.5)
+    return {name: before[name] - p.detach() for name, p in policy.model.named_parameters()}
+
+
+def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(float((found[k] - expected[k]).norm() / expected[k].norm().clamp(min=1e-9)) for k in expected)
+
+
+@pytest.mark.parametrize("mode", ["token", "seq"])
+def test_the_gradient_is_that_of_a_plain_implementation(folder: Path, mode: str) -> None:
+    policy = make_policy(folder, f"worker.actor.loss_avg_mode={mode}")
+    groups = prepared_groups(policy)
+    found = step_taken(policy, groups)
+
+    plain: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    actor = policy.config.worker.actor
+    token_losses, means = [], []
+    for group in groups:
+        scores = torch.tensor([r.rewards["overall"] for r in group.responses], dtype=torch.float64)
+        for response, advantage in zip(group.responses, (scores - scores.mean()) / (scores.std() + 1e-6), strict=True):
+            logp = naive_logprobs(plain, group, response, FORBIDDEN, TEMPERATURE)
+            old, ref = (torch.from_numpy(response.columns[c]) for c in ("old_logprobs", "ref_logprobs"))
+            ratio = (logp - old).exp()
+            clipped = ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
+            loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+            if advantage < 0:
+                loss = torch.minimum(loss, -advantage * actor.clip_ratio_dual)
+            loss = loss + 0.5 * ((ref - logp).exp() - (ref - logp) - 1)
+            token_losses.append(loss)
+            means.append(loss.mean())
+    (torch.cat(token_losses).mean() if mode == "token" else torch.stack(means).mean()).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert furthest(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["token", "seq"])
+@pytest.mark.parametrize(("budget", "shared"), [(40, True), (20, True), (60, False)])
+def test_the_step_does_not_depend_on_the_micro_batches(folder: Path, mode: str, budget: int, shared: bool) -> None:
+    option = f"worker.actor.loss_avg_mode={mode}"
+    whole = make_policy(folder, option)
+    groups = prepared_groups(whole)
+    expected = step_taken(whole, groups)
+    cut = make_policy(folder, option, budget=budget, shared=shared)
+    assert len(list(cut.packer.packs(groups))) > 1
+    assert furthest(step_taken(cut, groups), expected) < 1e-5
+
+
+def test_zero_advantages_without_kl_move_nothing(folder: Path) -> None:
+    policy = make_policy(folder, "algorithm.disable_kl=true")
+    groups = prepared_groups(policy)
+    for group in groups:
+        for response in group.responses:
+            response.columns["advantages"][:] = 0
+    assert all(float(d.abs().max()) == 0 for d in step_taken(policy, groups).values())
+
+
+def test_without_an_old_pass_the_ratio_starts_at_one(folder: Path) -> None:
+    policy = make_policy(folder)
+    groups = prepared_groups(policy)
+    for group in groups:
+        for response in group.responses:
+            del response.columns["old_logprobs"]
+    metrics = policy.update(groups, step=1, total_steps=1, kl_coef=0.5)
+    assert metrics["actor/ppo_kl"] == 0 and metrics["actor/pg_clipfrac_higher"] == 0
+    assert all("old_logprobs" in r.columns for g in groups for r in g.responses)
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped_along(folder: Path) -> None:
+    policy = make_policy(folder)
+    groups = prepared_groups(policy)
+    groups[0].responses[0].columns["advantages"][:] = np.nan
+    assert all(float(d.abs().max()) == 0 for d in step_taken(policy, groups).values())
+
+
+def test_a_batch_with_every_answer_left_out_is_skipped(folder: Path) -> None:
+    policy = make_policy(folder)
+    groups = prepared_groups(policy)
+    for group in groups:
+        for response in group.responses:
+            response.role = "left_out"
+    metrics = policy.update(groups, step=1, total_steps=1, kl_coef=0.5)
+    assert metrics["actor/empty_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["worker.actor.global_batch_size=2"], True),
+        (["worker.actor.ppo_epochs=2"], True),
+        (["algorithm.use_kl_loss=false"], True),
+        (["algorithm.use_kl_loss=false", "algorithm.disable_kl=true"], False),
+    ],
+)
+def test_the_old_pass_is_skipped_only_where_it_changes_nothing(overrides: list[str], needed: bool) -> None:
+    base = ["data.rollout_batch_size=4", "worker.actor.global_batch_size=4", "worker.rollout.n=2"]
+    assert needs_old_logprobs(load_config([*base, "algorithm.use_kl_loss=true", *overrides])) is needed
+
+
+def test_learning_rate_warms_up_then_follows_the_schedule() -> None:
+    base = ["worker.rollout.n=2", "worker.actor.optim.lr=1.0", "worker.actor.optim.lr_warmup_steps=2"]
+    constant = load_config(base)
+    assert [learning_rate(s, 6, constant) for s in (1, 2, 3, 6)] == [0.5, 1.0, 1.0, 1.0]
+    cosine = load_config(
+        [*base, "worker.actor.optim.lr_scheduler_type=cosine", "worker.actor.optim.min_lr_ratio=0.1"]
+    )
+    rates = [learning_rate(s, 6, cosine) for s in (2, 4, 6)]
+    assert rates == pytest.approx([1.0, 0.55, 0.1])
+    ratio = load_config([*base[:2], "worker.actor.optim.lr_warmup_ratio=0.5"])
+    assert learning_rate(3, 8, ratio) == 0.75

@@ -1,0 +1,140 @@
+"""Whole runs through the command line: what they write, how they go on, how they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from foveal.cli import main
+from foveal.train.checkpoint import load_trained
+from tests.small_run import read_log, small_run
+
+
+def flat(record: dict, prefix: str = "") -> dict[str, float]:
+    out: dict[str, float] = {}
+    for key, value in record.items():
+        out |= flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_trained(run / f"global_step_{step}", dtype=torch.float32).state_dict()
+
+
+def test_a_run_leaves_the_files_and_metrics_that_easyr1_leaves(tmp_path: Path) -> None:
+    assert main(["train", *small_run(tmp_path)]) == 0
+    run = tmp_path / "run"
+    assert (run / "global_step_1" / "actor" / "huggingface" / "config.json").exists()
+    tracker = json.loads((run / "checkpoint_tracker.json").read_text())
+    assert tracker["last_global_step"] == 1
+    assert tracker["last_actor_path"].endswith("global_step_1/actor")
+    assert (run / "experiment_config.json").exists()
+    names: set[str] = set()
+    for record in read_log(run):
+        names |= flat(record).keys()
+    expected = """reward/overall reward/accuracy critic/score/mean critic/rewards/max critic/advantages/min
+        critic/returns/mean response_length/mean response_length/clip_ratio prompt_length/max actor/pg_loss actor/ppo_kl
+        actor/entropy_loss actor/pg_clipfrac_higher actor/pg_clipfrac_lower actor/kl_loss actor/kl_coef actor/grad_norm
+        actor/lr timing_s/gen timing_s/reward timing_s/ref timing_s/adv timing_s/update_actor timing_s/step
+        timing_s/validation timing_s/save_checkpoint timing_per_token_ms/gen perf/total_num_tokens perf/time_per_step
+        perf/throughput perf/cpu_memory_used_gb val/reward_score val/accuracy_reward val_response_length/mean""".split()
+    assert set(expected) <= names, set(expected) - names
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
+def test_every_vision_family_trains(tmp_path: Path, family: str) -> None:
+    assert main(["train", *small_run(tmp_path, family, "trainer.max_steps=2")]) == 0  # type: ignore[arg-type]
+    steps = [r for r in read_log(tmp_path / "run") if "actor" in r]
+    assert len(steps) == 2 and all(r["actor"]["grad_norm"] > 0 for r in steps)
+
+
+def test_training_moves_the_weights_and_zero_rate_does_not(tmp_path: Path) -> None:
+    args = small_run(tmp_path, "qwen2_5_vl", "trainer.save_freq=1", "trainer.max_steps=2")
+    assert main(["train", *args]) == 0
+    first, second = weights(tmp_path / "run", 1), weights(tmp_path / "run", 2)
+    assert any(not torch.equal(first[k], second[k]) for k in first)
+    still = tmp_path / "still"
+    args = [*args, "worker.actor.optim.lr=0.0", f"trainer.save_checkpoint_path={still}"]
+    assert main(["train", *args]) == 0
+    first, second = weights(still, 1), weights(still, 2)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    common = ["trainer.save_freq=1", "data.shuffle=true", "data.rollout_batch_size=4", "worker.actor.ppo_epochs=2"]
+    whole = small_run(tmp_path, "qwen3_vl", *common, "trainer.max_steps=4")
+    assert main(["train", *whole]) == 0
+    parts = [*whole, f"trainer.save_checkpoint_path={tmp_path / 'parts'}"]
+    assert main(["train", *parts, "trainer.max_steps=2"]) == 0
+    assert main(["train", *parts]) == 0
+    expected, found = weights(tmp_path / "run", 4), weights(tmp_path / "parts", 4)
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    numbers = [
+        [(r["actor"]["pg_loss"], r["actor"]["kl_loss"], r["reward"]["overall"]) for r in read_log(p) if "actor" in r]
+        for p in (tmp_path / "run", tmp_path / "parts")
+    ]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 4
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    before = (tmp_path / "run" / "global_step_1" / "trainer_state.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["train", *args]) == 0
+    assert (tmp_path / "run" / "global_step_1" / "trainer_state.json").stat().st_mtime_ns == before
+    assert "after step 1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, signum: signal.Signals) -> None:
+    args = small_run(tmp_path, "qwen2_5_vl", "trainer.max_steps=5000", "trainer.logger=[console]")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foveal", "train", *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    log = tmp_path / "run" / "experiment_log.jsonl"
+    deadline = time.time() + 120
+    while not (log.exists() and len(log.read_text().splitlines()) >= 2):
+        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        time.sleep(0.1)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, output
+    assert "Traceback" not in output
+    step = json.loads((tmp_path / "run" / "checkpoint_tracker.json").read_text())["last_global_step"]
+    assert step >= 2
+    assert main(["train", *args, f"trainer.max_steps={step + 1}"]) == 0
+    assert [r["step"] for r in read_log(tmp_path / "run") if "actor" in r] == list(range(1, step + 2))
+
+
+def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
+    args = small_run(tmp_path, "qwen3_vl", "trainer.val_generations_to_log=2")
+    assert main(["train", *args]) == 0
+    run = tmp_path / "run"
+    assert main(["merge", "--local_dir", str(run / "global_step_1" / "actor")]) == 0
+    scores = []
+    for name, model in (("a", run / "global_step_1"), ("b", run / "global_step_1" / "actor" / "huggingface")):
+        out = tmp_path / name
+        assert main(["eval", str(model), *args, f"trainer.save_checkpoint_path={out}"]) == 0
+        (record,) = read_log(out)
+        scores.append((record["val"], record["val_response_length"]))
+        assert (out / "generations.log").read_text()
+        assert not list(out.glob("global_step_*"))
+    assert scores[0] == scores[1]
+    final = [r for r in read_log(run) if "val" in r][-1]
+    assert final["val"]["reward_score"] == scores[0][0]["reward_score"]
+
+
+def test_val_only_scores_the_model_path(tmp_path: Path) -> None:
+    assert main(["train", *small_run(tmp_path, "qwen2_5_vl", "trainer.val_only=true")]) == 0
+    (record,) = read_log(tmp_path / "run")
+    assert "reward_score" in record["val"] and "actor" not in record
