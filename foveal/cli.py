@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"foveal: no command {args[0]!r}; there are: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
+    if not sys.stderr.isatty():  # the libraries' loading bars would fill a log file
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         return command(args[1:])
     except FovealError as error:

@@ -7,13 +7,12 @@ from pathlib import Path
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
-from foveal.errors import ConfigError
 from foveal.preflight import check_runnable, open_processing
 from foveal.reward.runner import RewardRunner
 from foveal.track import Trackers, console
 from foveal.track.metrics import timing_metrics
 from foveal.track.timing import timer
-from foveal.train.checkpoint import Checkpoints
+from foveal.train.retention import Checkpoints
 from foveal.validation import Validator
 
 
@@ -30,8 +29,6 @@ def evaluate(config: Config, model: str | None = None) -> int:
     Raises:
         FovealError: anything the user can cure.
     """
-    if not config.data.val_files:
-        raise ConfigError("data.val_files is not set: there is nothing to score on.")
     checkpoint = _checkpoint(config, model)
     if checkpoint is not None:
         config.worker.actor.model.model_path = str(checkpoint / "actor" / "huggingface")

@@ -5,39 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 
 from foveal.config import Config
-from foveal.config.rules import no_effect, unsupported
+from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.data.processing import Processing, load_processing
 from foveal.errors import ConfigError
 from foveal.models.families import family_of, read_config
+from foveal.rollout.collect import validation_sampling
+from foveal.rollout.engine import choose_engine
+from foveal.rollout.transformers_engine import check_extra
 from foveal.track.console import note
 
 
 def check_runnable(config: Config) -> None:
-    """Says which keys have no effect, and refuses what this version cannot do.
+    """Refuses a configuration that cannot run, and says which of its keys have no effect.
 
     Raises:
-        ConfigError: lists everything that is asked for and not there yet.
+        ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet.
     """
-    for line in no_effect(config):
-        note(line)
-    problems = unsupported(config)
+    problems = missing(config) + unsupported(config)
     if problems:
-        raise ConfigError("this configuration asks for what this version cannot do:\n" + "\n".join(problems))
+        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+    choose_engine(config.worker.rollout.name, say=note)
+    check_extra(validation_sampling(config))
+    for line in no_effect(config) + remarks(config):
+        note(line)
 
 
 def open_processing(config: Config) -> Processing:
     """The tokenizer and processor of the model, after its family has been recognised.
 
     Raises:
-        ConfigError: no model path.
         ModelError: no such model, an unsupported family, or a folder without tokenizer or processor.
     """
     model = config.worker.actor.model
-    if not model.model_path:
-        raise ConfigError(
-            "worker.actor.model.model_path is not set. Give the folder of a Hugging Face model, or a hub id such as "
-            "Qwen/Qwen2.5-VL-3B-Instruct."
-        )
+    assert model.model_path is not None
     family_of(read_config(model.model_path), model.model_path)
     template = config.data.override_chat_template
     return load_processing(

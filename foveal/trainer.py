@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from foveal.algorithm import KLController
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
-from foveal.errors import CheckpointError, ConfigError
 from foveal.preflight import check_runnable, open_processing
 from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import Collector, training_sampling
@@ -20,8 +18,8 @@ from foveal.track import Trackers, console
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
-from foveal.train.checkpoint import Checkpoints
-from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, needs_reference
+from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs
+from foveal.train.retention import Checkpoints
 from foveal.types import Group, Metrics
 from foveal.validation import Validator
 
@@ -119,7 +117,7 @@ class Trainer:
             if needs_old_logprobs(self.config):
                 with timer(timings, "old"):
                     self.workers.old_logprobs(groups)
-            if needs_reference(self.config):
+            if self.config.algorithm.uses_reference:
                 with timer(timings, "ref"):
                     self.workers.ref_logprobs(groups)
             with timer(timings, "adv"):
@@ -175,7 +173,7 @@ class Trainer:
             folder = self.checkpoints.latest() if trainer.find_last_checkpoint else None
         if folder is None:
             return
-        state = self.checkpoints.state(folder)
+        state = self.checkpoints.resume(folder)
         self.workers.load(folder / "actor")
         self.loader.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
@@ -190,3 +188,25 @@ class Trainer:
             return
         console.note(f"{name}: saving step {self.step} before stopping (a second signal stops at once).")
         self.save()
+
+    # -- the record ---------------------------------------------------------------------------------------------
+
+    def _log_step(self, groups: list[Group], metrics: Metrics, timings: dict[str, float]) -> None:
+        answers = [len(r.token_ids) for g in groups for r in g.trained]
+        prompts = sum(len(g.prompt.expanded_ids) * len(g.trained) for g in groups)
+        total = sum(answers) + prompts
+        if training_sampling(self.config).full_distribution:
+            metrics |= logprob_gap(groups)
+        metrics |= rollout_metrics(groups, self.config.data.max_prompt_length)
+        metrics |= timing_metrics(timings, sum(answers), total)
+        metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
+        metrics |= self.workers.utilisation(total, timings["update_actor"])
+        self.trackers.log(metrics, self.step)
+        console.step_line(self.step, self.total_steps, metrics)
+
+    def close(self) -> None:
+        """Ends the reward processes and writes out what the trackers hold."""
+        self.rewards.close()
+        self.val_rewards.close()
+        draw_curve(self.trackers.log_file, self.root / "curve.png")
+        self.trackers.close()

@@ -131,7 +131,7 @@ class Sampling:
     @property
     def full_distribution(self) -> bool:
         """Whether the sampler's log-probabilities are those of the whole distribution at this temperature."""
-        return self.top_p >= 1.0 and self.top_k <= 0 and not self.extra
+        return self.top_p >= 1.0 and self.top_k <= 0 and not self.extra.keys() - {"stop_token_ids"}
 
     def with_seed(self, seed: int) -> Sampling:
         return replace(self, seed=seed)

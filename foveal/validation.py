@@ -37,7 +37,6 @@ class Validator:
             `val/reward_score`, `val/KEY_reward`, `val_response_length/…`, and the first
             `trainer.val_generations_to_log` answers.
         """
-        limits = self.config.data
         sampling = validation_sampling(self.config)
         groups: list[Group] = []
         counts: Metrics = {}
@@ -54,4 +53,4 @@ class Validator:
             for group in groups[: self.config.trainer.val_generations_to_log]
             for response in group.responses[:1]
         ]
-        return {**counts, **validation_metrics(groups, limits.max_response_length)}, shown
+        return {**counts, **validation_metrics(groups)}, shown

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -23,38 +25,53 @@ from foveal.types import Prompt, Response
 VOCAB = 64
 PAD, EOS, VISION_START, VISION_END, IMAGE, VIDEO = 0, 1, 2, 3, 4, 5
 FORBIDDEN = [VISION_START, VISION_END, IMAGE, VIDEO]
-PATCH = {"qwen3_vl": 16, "qwen2_5_vl": 14}
-_DECODER: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    initializer_range=0.2,
-)
-_IDS = dict(
-    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
-)
+PATCH = {"qwen3_vl": 16, "qwen2_5_vl": 14, "qwen2_vl": 14}
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+}
+_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
 
 
 def tiny_model(family: str) -> nn.Module:
     """A float32 model of two decoder layers, with the trainer's attention installed, in eval mode."""
     torch.manual_seed(0)
     model: nn.Module
+    vision: dict[str, Any]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, initializer_range=0.2)
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "initializer_range": 0.2,
+    }
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**_DECODER))
     elif family == "qwen3_vl":
         decoder = {**_DECODER, "rope_parameters": {**rope, "mrope_interleaved": True}}
-        vision |= dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=decoder, vision_config=vision, **_IDS))
+    elif family == "qwen2_5_vl":
+        decoder = {**_DECODER, "rope_parameters": rope}
+        vision |= {"fullatt_block_indexes": [1], "window_size": 28}
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=decoder, vision_config=vision, **_IDS))
     else:
         decoder = {**_DECODER, "rope_parameters": rope}
-        vision |= dict(fullatt_block_indexes=[1], window_size=28)
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=decoder, vision_config=vision, **_IDS))
+        vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "initializer_range": 0.2}
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=decoder, vision_config=vision, **_IDS))
     install(model)
     return model.eval()
 

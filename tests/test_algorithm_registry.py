@@ -18,6 +18,8 @@ from foveal.algorithm import (
     register_loss,
 )
 from foveal.algorithm.registry import ADVANTAGES, LOSSES
+from foveal.config.schema_data import ADVANTAGE_ESTIMATORS
+from foveal.config.schema_worker import POLICY_LOSSES
 from foveal.errors import ConfigError
 
 CONFIG = SimpleNamespace(gamma=1.0, lam=1.0)
@@ -180,3 +182,8 @@ def test_estimators_run_without_gradient():
     values = torch.zeros(3, requires_grad=True)
     result = get_advantage("gae")(batch(values=values), CONFIG)
     assert not result.advantages.requires_grad
+
+
+def test_configuration_allows_exactly_the_names_that_are_registered():
+    """The configuration must not import torch, so it holds the names once more."""
+    assert (set(ADVANTAGE_ESTIMATORS), set(POLICY_LOSSES)) == (set(ADVANTAGES), set(LOSSES))

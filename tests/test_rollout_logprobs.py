@@ -11,7 +11,7 @@ from torch import nn
 from foveal.types import Group, Sampling
 from tests.rollout_models import full_logprobs, image_prompt, text_prompt, tiny_engine, tiny_model
 
-VLMS = ["qwen3_vl", "qwen2_5_vl"]
+VLMS = ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"]
 
 
 def largest_difference(model: nn.Module, groups: list[Group], temperature: float) -> float:

@@ -11,11 +11,11 @@ from torch import nn
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.models.attention import install
+from foveal.models.flops import peak_flops, training_flops
 from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
 from foveal.rollout.engine import RolloutEngine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.train.checkpoint import load_actor, load_trained, save_actor
-from foveal.train.credit import needs_reference
 from foveal.train.policy import Policy
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, token_budget, write_logprobs
@@ -59,7 +59,7 @@ class Worker:
             self.policy = Policy(
                 config, scorer, self._packer(actor.micro_batch_size_per_device_for_update), experience
             )
-            if needs_reference(config):
+            if config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
@@ -132,6 +132,12 @@ class Worker:
         self.weight_version = step
         self.engine.update_weights(iter(()), step)
         return metrics
+
+    def utilisation(self, tokens: int, seconds: float) -> Metrics:
+        """`perf/mfu_actor`: the share of the device's peak rate that an update over `tokens` tokens reached, where the
+        peak is known."""
+        peak = peak_flops(self.device)
+        return {"perf/mfu_actor": training_flops(self.model, tokens) / seconds / peak} if peak and seconds else {}
 
     def save(self, folder: Path, *, model_only: bool) -> None:
         """Writes the actor's folder of a checkpoint."""

@@ -1,4 +1,4 @@
-"""Every key of the configuration by its dotted name: type, allowed values, default, description; and the nearest key."""
+"""Every key of the configuration by its dotted name: type, range, default, description; and the nearest key."""
 
 from __future__ import annotations
 
@@ -79,18 +79,21 @@ def section_names() -> frozenset[str]:
 
 
 def nearest_key(unknown: str) -> str | None:
-    """The known key that was most likely meant: the same last part elsewhere, else the most similar spelling."""
-    known = list(known_keys())
-    leaf = unknown.rsplit(".", 1)[-1]
-    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
-    if same_leaf:
-        return max(same_leaf, key=lambda name: difflib.SequenceMatcher(None, name, unknown).ratio())
-    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.7)
-    if close:
-        return close[0]
-    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-    close = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)
-    return leaves[close[0]] if close else None
+    """The known key that was most likely meant: the same last part, else the most similar spelling."""
+    leaf = _leaf(unknown)
+    candidates = [name for name in known_keys() if _leaf(name) == leaf]
+    if candidates:
+        return max(candidates, key=lambda name: _likeness(name, unknown))
+    near = max(known_keys(), key=lambda name: max(_likeness(name, unknown), _likeness(_leaf(name), leaf)))
+    return near if max(_likeness(near, unknown), _likeness(_leaf(near), leaf)) >= 0.5 else None
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> list[Key]:

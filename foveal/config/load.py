@@ -10,9 +10,9 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from foveal.config.keys import Key, known_keys, nearest_key, section_names
-from foveal.config.reading import read_value, read_yaml_file
 from foveal.config.rules import broken_rules
 from foveal.config.schema import Config
+from foveal.config.yaml_text import read_value, read_yaml_file, write_yaml
 from foveal.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -49,7 +49,7 @@ def load_config(argv: list[str]) -> Config:
 
 def render(config: Config) -> str:
     """The whole configuration as YAML that `load_config` reads back to the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))), sort_keys=False)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def _read(argv: list[str]) -> tuple[Tree, list[str]]:
@@ -61,7 +61,7 @@ def _read(argv: list[str]) -> tuple[Tree, list[str]]:
         name, sign, text = argument.partition("=")
         name = name.strip()
         if not sign or not name or name.startswith("-"):
-            problems.append(f"argument {argument!r}: is not KEY=VALUE; write for instance trainer.max_steps=10")
+            problems.append(f"argument {argument!r} is not KEY=VALUE; write for instance trainer.max_steps=10")
         elif name == "config":
             files.append(text)
         else:
@@ -123,7 +123,7 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for part, value in tree.items():
         name = f"{prefix}{part}"
         key = known_keys().get(name)
-        if key is None and isinstance(value, dict):
+        if key is None and isinstance(value, dict) and (value or name in section_names()):
             yield from _leaves(value, f"{name}.")
         elif value is None and name in section_names():
             continue

@@ -21,40 +21,46 @@ def _as_list(value: Any) -> Any:
 class TrainerConfig(Section):
     """Length of the run, devices, validation, saving and logging."""
 
-    total_epochs: Positive = Field(15, description="Times that the data is gone through.")
+    total_epochs: Positive = Field(default=15, description="Times that the data is gone through.")
     max_steps: Positive | None = Field(
-        None, description="Steps of the run; replaces `total_epochs`, and the data goes round again as needed."
+        default=None, description="Steps of the run; replaces `total_epochs`, and the data goes round again as needed."
     )
-    project_name: str = Field("easy_r1", min_length=1, description="Name of the project in trackers and folders.")
-    experiment_name: str = Field("demo", min_length=1, description="Name of the run in trackers and folders.")
+    project_name: str = Field(
+        default="easy_r1", min_length=1, description="Name of the project in trackers and folders."
+    )
+    experiment_name: str = Field(default="demo", min_length=1, description="Name of the run in trackers and folders.")
     logger: Annotated[list[TrackerName], BeforeValidator(_as_list)] = Field(
-        ["console", "wandb"], description="Where metrics go. A tracker that is missing is one warning line."
+        default=["console", "wandb"], description="Where metrics go. A tracker that is missing is one warning line."
     )
-    nnodes: Positive = Field(1, description="Machines.")
+    nnodes: Positive = Field(default=1, description="Machines.")
     n_gpus_per_node: Positive = Field(
-        8, description="Devices per machine; without accelerators, worker processes per machine."
+        default=8, description="Devices per machine; without accelerators, worker processes per machine."
     )
     max_try_make_batch: PositiveOrOff = Field(
-        20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
+        default=20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
     )
-    critic_warmup: NotNegative = Field(0, description="First steps in which only the critic is trained.")
-    val_freq: PositiveOrOff = Field(-1, description="Validate every so many steps; -1 means not in between.")
-    val_before_train: bool = Field(True, description="Validate before the first step.")
-    val_only: bool = Field(False, description="Validate and stop.")
-    val_generations_to_log: NotNegative = Field(0, description="Validation samples that are logged with their scores.")
-    save_freq: PositiveOrOff = Field(-1, description="Save every so many steps; -1 means only at the end.")
+    critic_warmup: NotNegative = Field(default=0, description="First steps in which only the critic is trained.")
+    val_freq: PositiveOrOff = Field(default=-1, description="Validate every so many steps; -1 means not in between.")
+    val_before_train: bool = Field(default=True, description="Validate before the first step.")
+    val_only: bool = Field(default=False, description="Validate and stop.")
+    val_generations_to_log: NotNegative = Field(
+        default=0, description="Validation samples that are logged with their scores."
+    )
+    save_freq: PositiveOrOff = Field(default=-1, description="Save every so many steps; -1 means only at the end.")
     save_limit: PositiveOrOff = Field(
-        -1,
+        default=-1,
         description="Checkpoints that are kept in all, the best included (with 1 the best is kept besides); "
         "-1 means all.",
     )
-    save_model_only: bool = Field(False, description="Save weights without optimizer states; no resuming from these.")
-    save_checkpoint_path: str | None = Field(
-        None, description="Folder of the run; null means `checkpoints/PROJECT/EXPERIMENT`."
+    save_model_only: bool = Field(
+        default=False, description="Save weights without optimizer states; no resuming from these."
     )
-    load_checkpoint_path: str | None = Field(None, description="Checkpoint (`…/global_step_N`) to go on from.")
-    find_last_checkpoint: bool = Field(True, description="Go on from the last checkpoint in the run's folder.")
-    ray_timeline: str | None = Field(None, description="File for a timeline of Ray's tasks.")
+    save_checkpoint_path: str | None = Field(
+        default=None, description="Folder of the run; null means `checkpoints/PROJECT/EXPERIMENT`."
+    )
+    load_checkpoint_path: str | None = Field(default=None, description="Checkpoint (`…/global_step_N`) to go on from.")
+    find_last_checkpoint: bool = Field(default=True, description="Go on from the last checkpoint in the run's folder.")
+    ray_timeline: str | None = Field(default=None, description="File for a timeline of Ray's tasks.")
 
     @model_validator(mode="after")
     def _fill_checkpoint_path(self) -> TrainerConfig:

@@ -19,56 +19,68 @@ class DataConfig(Section):
     """Rows, prompts, and how many go into a step."""
 
     train_files: str | None = Field(
-        None,
-        description="Training rows: a file, a folder or a hub data set, as `PATH_OR_HUB_ID@split`. The split is `train` "
-        "when absent; `hub_id:subset@split` picks a subset and `@split[:100]` the first rows.",
+        default=None,
+        description="Training rows: a file, a folder or a hub data set, as `PATH_OR_HUB_ID@split`. Without `@` the "
+        "split is `train`; `hub_id:subset@split` picks a subset and `@split[:100]` the first rows.",
     )
     val_files: str | None = Field(
-        None, description="Validation rows, written like `data.train_files`. Without it nothing is validated."
+        default=None, description="Validation rows, written like `data.train_files`. Without it nothing is validated."
     )
     prompt_key: str = Field(
-        "prompt", min_length=1, description="Column with the question. `<image>` and `<video>` mark where media go."
+        default="prompt",
+        min_length=1,
+        description="Column with the question. `<image>` and `<video>` mark where media go.",
     )
     answer_key: str = Field(
-        "answer", min_length=1, description="Column that the reward function gets as `ground_truth`."
+        default="answer", min_length=1, description="Column that the reward function gets as `ground_truth`."
     )
-    image_key: str = Field("images", description="Column with a row's images: paths, bytes or decoded pictures.")
-    video_key: str = Field("videos", description="Column with a row's videos.")
-    image_dir: str | None = Field(None, description="Folder that relative paths of images and videos start from.")
-    video_fps: Float = Field(2.0, gt=0, description="Frames a second sampled from a video.")
+    image_key: str = Field(
+        default="images", description="Column with a row's images: paths, bytes or decoded pictures."
+    )
+    video_key: str = Field(default="videos", description="Column with a row's videos.")
+    image_dir: str | None = Field(
+        default=None, description="Folder that relative paths of images and videos start from."
+    )
+    video_fps: Float = Field(default=2.0, gt=0, description="Frames a second sampled from a video.")
     max_prompt_length: Positive = Field(
-        512, description="Most tokens a prompt may have, image and video tokens included."
+        default=512, description="Most tokens a prompt may have, image and video tokens included."
     )
-    max_response_length: Positive = Field(512, description="Most tokens an answer may have, the end token included.")
-    rollout_batch_size: Positive = Field(512, description="Prompts per step. Each gets `worker.rollout.n` answers.")
+    max_response_length: Positive = Field(
+        default=512, description="Most tokens an answer may have, the end token included."
+    )
+    rollout_batch_size: Positive = Field(
+        default=512, description="Prompts per step. Each gets `worker.rollout.n` answers."
+    )
     mini_rollout_batch_size: Positive | None = Field(
-        None,
-        description="Prompts per generation call while a batch is being collected; null means `data.rollout_batch_size`. "
+        default=None,
+        description="Prompts per generation call while a batch is being collected; null means all of the batch. "
         "With `algorithm.online_filtering` it may be larger than the batch.",
     )
-    val_batch_size: PositiveOrOff = Field(-1, description="Prompts per validation batch; -1 means all in one.")
+    val_batch_size: PositiveOrOff = Field(default=-1, description="Prompts per validation batch; -1 means all in one.")
     format_prompt: str | None = Field(
-        None, description="Jinja file that wraps the question, available in it as `content`. null: the question as it is."
+        default=None,
+        description="Jinja file that wraps the question (`content` in it). null: the question as it is.",
     )
     override_chat_template: str | None = Field(
-        None, description="File with a chat template to use instead of the model's own."
+        default=None, description="File with a chat template to use instead of the model's own."
     )
-    shuffle: bool = Field(True, description="Draw training rows in a new random order each epoch.")
-    seed: NotNegative = Field(1, description="Decides the order of the rows.")
+    shuffle: bool = Field(default=True, description="Draw training rows in a new random order each epoch.")
+    seed: NotNegative = Field(default=1, description="Decides the order of the rows.")
     min_pixels: Positive | None = Field(
-        262144, description="Smaller images are enlarged to this many pixels. null: the processor's own limit."
+        default=262144, description="Smaller images are enlarged to this many pixels. null: the processor's own limit."
     )
     max_pixels: Positive | None = Field(
-        4194304, description="Larger images are reduced to this many pixels. null: the processor's own limit."
+        default=4194304, description="Larger images are reduced to this many pixels. null: the processor's own limit."
     )
     filter_overlong_prompts: bool = Field(
-        True,
-        description="Leave out rows whose prompt exceeds `data.max_prompt_length`, and count them. false: such a row is "
-        "an error. Prompts are never cut.",
+        default=True,
+        description="Leave out rows whose prompt exceeds `data.max_prompt_length`, and count them. false: such a row "
+        "is an error. Prompts are never cut.",
     )
-    filter_overlong_prompts_workers: Positive = Field(16, description="Most processes that measure prompts at the start.")
+    filter_overlong_prompts_workers: Positive = Field(default=16, description="Most processes that measure prompts.")
     on_bad_row: Literal["skip", "stop"] = Field(
-        "skip", description="A row whose image or video cannot be read: left out and counted, or the end of the run."
+        default="skip",
+        description="A row whose image or video cannot be read: left out and counted, or the end of the run.",
     )
 
     @property
@@ -81,37 +93,39 @@ class AlgorithmConfig(Section):
     """Advantages, KL to the reference, and which groups are kept."""
 
     adv_estimator: Annotated[str, AfterValidator(NameOrFile(ADVANTAGE_ESTIMATORS))] = Field(
-        "grpo", description="How rewards become advantages. `FILE:function` loads one of your own."
+        default="grpo", description="How rewards become advantages. `FILE:function` loads one of your own."
     )
-    disable_kl: bool = Field(False, description="Use no KL term; then no reference model is held.")
+    disable_kl: bool = Field(default=False, description="Use no KL term; then no reference model is held.")
     use_kl_loss: bool = Field(
-        False, description="Add the KL term to the loss. false: it is taken from the reward of each token."
+        default=False, description="Add the KL term to the loss. false: it is taken from the reward of each token."
     )
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = Field(
-        "kl",
-        description="Estimator of the KL, from log-probabilities of the sampled tokens: their difference (`kl`, k1), its "
-        "absolute value, half its square (`mse`, k2), `low_var_kl` (k3), or the sum over the vocabulary (`full`).",
+        default="kl",
+        description="Estimator of the KL, from log-probabilities of the sampled tokens: their difference (`kl`, k1), "
+        "its absolute value, half its square (`mse`, k2), `low_var_kl` (k3), or the sum over the vocabulary (`full`).",
     )
-    kl_coef: Float = Field(1e-3, ge=0, description="Weight of the KL term; the first one when `kl_type` is adaptive.")
+    kl_coef: Float = Field(
+        default=1e-3, ge=0, description="Weight of the KL term; the first one when `kl_type` is adaptive."
+    )
     kl_type: Literal["fixed", "adaptive"] = Field(
-        "fixed",
+        default="fixed",
         description="Whether the weight stays, or moves so that the KL comes near `algorithm.kl_target` "
         "(Ziegler et al. 2019, section 2.2).",
     )
-    kl_horizon: Float = Field(10000.0, gt=0, description="Answers over which an adaptive weight moves.")
-    kl_target: Float = Field(0.1, gt=0, description="KL that an adaptive weight aims at.")
-    gamma: Float = Field(1.0, ge=0, le=1, description="Discount of later rewards, per token.")
-    lam: Float = Field(1.0, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+    kl_horizon: Float = Field(default=10000.0, gt=0, description="Answers over which an adaptive weight moves.")
+    kl_target: Float = Field(default=0.1, gt=0, description="KL that an adaptive weight aims at.")
+    gamma: Float = Field(default=1.0, ge=0, le=1, description="Discount of later rewards, per token.")
+    lam: Float = Field(default=1.0, ge=0, le=1, description="Lambda of generalised advantage estimation.")
     online_filtering: bool = Field(
-        False,
+        default=False,
         description="Keep only groups whose mean of `algorithm.filter_key` lies strictly between `filter_low` and "
         "`filter_high`, and go on generating until the batch is full (DAPO's dynamic sampling).",
     )
     filter_key: str = Field(
-        "overall", min_length=1, description="Number of the reward function that decides what is kept."
+        default="overall", min_length=1, description="Number of the reward function that decides what is kept."
     )
-    filter_low: Float = Field(0.01, description="A group's mean must be above this.")
-    filter_high: Float = Field(0.99, description="A group's mean must be below this.")
+    filter_low: Float = Field(default=0.01, description="A group's mean must be above this.")
+    filter_high: Float = Field(default=0.99, description="A group's mean must be below this.")
 
     @property
     def uses_reference(self) -> bool:
@@ -121,5 +135,3 @@ class AlgorithmConfig(Section):
     @property
     def uses_critic(self) -> bool:
         return self.adv_estimator == "gae"
-
-

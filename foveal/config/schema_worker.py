@@ -16,22 +16,33 @@ POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
 class ActorConfig(TrainedConfig):
     """The policy that is trained."""
 
-    clip_ratio_low: Float = Field(0.2, ge=0, description="The importance ratio is clipped below 1 - this.")
-    clip_ratio_high: Float = Field(0.3, ge=0, description="The importance ratio is clipped above 1 + this.")
+    clip_ratio_low: Float = Field(default=0.2, ge=0, description="The importance ratio is clipped below 1 - this.")
+    clip_ratio_high: Float = Field(default=0.3, ge=0, description="The importance ratio is clipped above 1 + this.")
     clip_ratio_dual: Float = Field(
-        3.0, gt=1, description="Bound of the loss, as a multiple of a negative advantage (dual clip, Ye et al. 2020)."
+        default=3.0,
+        gt=1,
+        description="Bound of the loss, as a multiple of a negative advantage (dual clip, Ye et al. 2020).",
     )
     loss_type: Annotated[str, AfterValidator(NameOrFile(POLICY_LOSSES))] = Field(
-        "default", description="Policy loss. `default` is clipped PPO; `FILE:function` loads one of your own."
+        default="default", description="Policy loss. `default` is clipped PPO; `FILE:function` loads one of your own."
     )
-    tau_positive: Float = Field(1.0, gt=0, description="SAPO's temperature for tokens with a positive advantage.")
-    tau_negative: Float = Field(1.05, gt=0, description="SAPO's temperature for tokens with a negative advantage.")
-    use_torch_compile: bool = Field(True, description="Compile parts of the forward pass where that helps.")
+    tau_positive: Float = Field(
+        default=1.0,
+        gt=0,
+        description="SAPO's temperature for tokens with a positive advantage.",
+    )
+    tau_negative: Float = Field(
+        default=1.05,
+        gt=0,
+        description="SAPO's temperature for tokens with a negative advantage.",
+    )
+    use_torch_compile: bool = Field(default=True, description="Compile parts of the forward pass where that helps.")
     shared_prefix: bool = Field(
-        True, description="Compute a prompt and its images once for all its answers. Results are the same without."
+        default=True,
+        description="Compute a prompt and its images once for all its answers. Results are the same without.",
     )
     token_budget: Literal["easyr1"] | Positive = Field(
-        "easyr1",
+        default="easyr1",
         description="Tokens per pass. `easyr1`: micro batch size × (max_prompt_length + max_response_length).",
     )
 
@@ -39,14 +50,18 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """The value model of PPO (`algorithm.adv_estimator=gae`)."""
 
-    padding_free: bool = Field(False, description="No effect: sequences are always packed without padding.")
-    cliprange_value: Float = Field(0.5, gt=0, description="A value may move this far from the old one in an update.")
+    padding_free: bool = Field(default=False, description="No effect: sequences are always packed without padding.")
+    cliprange_value: Float = Field(
+        default=0.5,
+        gt=0,
+        description="A value may move this far from the old one in an update.",
+    )
 
 
 class RefConfig(Section):
     """The frozen reference policy of the KL term; the model is the actor's at the start."""
 
-    strategy: Literal["fsdp"] = Field("fsdp", description="No effect: there is one way to shard.")
+    strategy: Literal["fsdp"] = Field(default="fsdp", description="No effect: there is one way to shard.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Precision and sharding.")
     offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig, description="What may wait in host memory.")
 
@@ -55,31 +70,48 @@ class RolloutConfig(Section):
     """How answers are sampled."""
 
     name: Literal["auto", "vllm", "transformers"] = Field(
-        "auto", description="Engine: vLLM, the trainer's own module through transformers, or whichever is there."
+        default="auto",
+        description="Engine: vLLM, the trainer's own module through transformers, or whichever is there.",
     )
-    n: Positive = Field(1, description="Answers per prompt.")
+    n: Positive = Field(default=1, description="Answers per prompt.")
     temperature: Float = Field(
-        1.0, ge=0, description="Sampling temperature; above 0 in training. 0 means greedy, for validation."
+        default=1.0, ge=0, description="Sampling temperature; above 0 in training. 0 means greedy, for validation."
     )
-    top_p: Float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability.")
-    top_k: PositiveOrOff = Field(-1, description="Sample from this many most likely tokens; -1 means all.")
-    seed: NotNegative = Field(1, description="Decides the random numbers of sampling.")
-    limit_images: NotNegative = Field(0, description="Most images per prompt that vLLM is set up for; 0 means any.")
-    dtype: Dtype = Field("bf16", description="Type of the engine's weights and activations.")
-    gpu_memory_utilization: Float = Field(0.6, gt=0, le=1, description="Part of a device's memory that vLLM may take.")
-    ignore_eos: bool = Field(False, description="Go on to `data.max_response_length` whatever is sampled.")
-    enforce_eager: bool = Field(False, description="Let vLLM run without CUDA graphs: a quicker start, slower sampling.")
-    enable_chunked_prefill: bool = Field(False, description="No effect: it meant vLLM's former engine.")
-    tensor_parallel_size: Positive = Field(2, description="Devices that one vLLM engine is spread over.")
+    top_p: Float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample from the smallest set of tokens with this probability.",
+    )
+    top_k: PositiveOrOff = Field(default=-1, description="Sample from this many most likely tokens; -1 means all.")
+    seed: NotNegative = Field(default=1, description="Decides the random numbers of sampling.")
+    limit_images: NotNegative = Field(
+        default=0,
+        description="Most images per prompt that vLLM is set up for; 0 means any.",
+    )
+    dtype: Dtype = Field(default="bf16", description="Type of the engine's weights and activations.")
+    gpu_memory_utilization: Float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Part of a device's memory that vLLM may take.",
+    )
+    ignore_eos: bool = Field(default=False, description="Go on to `data.max_response_length` whatever is sampled.")
+    enforce_eager: bool = Field(
+        default=False,
+        description="Run vLLM without CUDA graphs: quicker start, slower sampling.",
+    )
+    enable_chunked_prefill: bool = Field(default=False, description="No effect: it meant vLLM's former engine.")
+    tensor_parallel_size: Positive = Field(default=2, description="Devices that one vLLM engine is spread over.")
     max_model_len: Positive | None = Field(
-        None, description="Longest sequence of the engine; null means prompt limit + response limit."
+        default=None, description="Longest sequence of the engine; null means prompt limit + response limit."
     )
-    max_num_batched_tokens: Positive = Field(8192, description="Tokens that vLLM handles in one pass.")
-    disable_log_stats: bool = Field(True, description="Silence vLLM's own statistics.")
-    disable_tqdm: bool = Field(False, description="Show no progress bar while answers are sampled.")
+    max_num_batched_tokens: Positive = Field(default=8192, description="Tokens that vLLM handles in one pass.")
+    disable_log_stats: bool = Field(default=True, description="Silence vLLM's own statistics.")
+    disable_tqdm: bool = Field(default=False, description="Show no progress bar while answers are sampled.")
     val_override_config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Sampling in validation: any sampling parameter. Absent ones are those above, except n, which is 1.",
+        description="Sampling in validation: any sampling parameter. Others are as in training, except n, which is 1.",
     )
 
     @property
@@ -93,26 +125,30 @@ class RewardConfig(Section):
     """The reward function and the process it runs in."""
 
     reward_function: str | None = Field(
-        None, description="`FILE:function`; the function's name is `main` when absent."
+        default=None,
+        description="`FILE:function`; the function's name is `main` when absent.",
     )
     reward_function_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the reward function."
     )
-    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text that is scored.")
-    num_cpus: Positive = Field(1, description="Processes that a sequential reward function may be spread over.")
-    time_limit: Float = Field(30.0, gt=0, description="Seconds that scoring may take per sample.")
+    skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text that is scored.")
+    num_cpus: Positive = Field(default=1, description="Processes that a sequential reward function may be spread over.")
+    time_limit: Float = Field(default=30.0, gt=0, description="Seconds that scoring may take per sample.")
     timeout_score: Float = Field(
-        0.0, description="`overall` of a sample that ran out of time, or raised with `on_error: score`."
+        default=0.0, description="`overall` of a sample that ran out of time, or raised with `on_error: score`."
     )
     on_error: Literal["raise", "score"] = Field(
-        "raise", description="The reward function raised: end the run, or give `timeout_score` and count it."
+        default="raise", description="The reward function raised: end the run, or give `timeout_score` and count it."
     )
 
 
 class WorkerConfig(Section):
     """The parts that hold models or score answers."""
 
-    hybrid_engine: Literal[True] = Field(True, description="No effect: sampling and training share their devices.")
+    hybrid_engine: Literal[True] = Field(
+        default=True,
+        description="No effect: sampling and training share their devices.",
+    )
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy that is trained.")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model of PPO.")
     ref: RefConfig = Field(default_factory=RefConfig, description="The reference policy.")

@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: the base model, number types that refuse true/false, and names or files."""
+"""What all sections of the configuration share: the base model, types of numbers, and names or files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-FILE_AND_FUNCTION = re.compile(r".+:[A-Za-z_]\w*")
+FILE_AND_FUNCTION = re.compile(r".+(:[A-Za-z_]\w*|\.py)")
 
 
 class Section(BaseModel):
@@ -48,7 +48,7 @@ Dtype = Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(_short_dtype)
 
 @dataclass(frozen=True)
 class NameOrFile:
-    """Validator: one of `names` (of what a module registers), or `FILE:function` of the user's own."""
+    """Validator: one of `names`, or `FILE:function` of the user's own (function `main` when absent)."""
 
     names: tuple[str, ...]
 

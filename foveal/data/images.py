@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +21,8 @@ from foveal.types import Media
 
 MAX_PIXELS = 256 * 1024 * 1024
 """The largest picture that is opened: as RGB it takes 1 GiB while it is being shrunk."""
+ONE_AT_A_TIME_ABOVE = 16 * 1024 * 1024
+"""Larger pictures are decoded one after the other, whatever the number of threads."""
 SHRINK_ABOVE = 4 * 1024 * 1024
 """Pictures with more pixels than this are brought to the model's size while decoding, to bound memory."""
 
@@ -36,6 +41,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_large = threading.Lock()
 TURNED = {5, 6, 7, 8}
 
 Size: TypeAlias = tuple[int, int]
@@ -46,18 +52,17 @@ class PictureError(DataError):
     """One picture cannot be read; `data.on_bad_row` decides whether its row is skipped."""
 
 
-def media_values(value: Any) -> list[Any]:
+def media_values(value: Any, place: str) -> list[Any]:
     """What stands in a row's media column, as a list: absent, null, `[]`, `[null]` and "" all mean none.
 
-    A single picture may stand there without a list, and CSV cells may hold a JSON list of paths.
+    A single picture may stand there without a list, and a CSV cell may hold a JSON list of paths. `place` is for
+    messages.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        import json
-
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"a media cell starts with [ and is not a JSON list: {value[:80]!r}.") from error
+            raise DataError(f"{place}: starts with [ and is not a JSON list: {value[:80]!r}.") from error
     values = value if isinstance(value, list | tuple) else [value]
     return [item for item in values if not _is_null(item)]
 
@@ -73,7 +78,7 @@ def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, 
 
     Args:
         value: bytes; {"bytes": …, "path": …}; a path, relative to `image_dir`; a base64 data URL; a PIL picture.
-        name: what to call it when it has no path, as "row 3, image 0".
+        name: which picture it is, as "row 3, image 0"; a path is added to it.
 
     Raises:
         PictureError: the file is missing.
@@ -82,7 +87,7 @@ def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, 
     if isinstance(value, dict):
         path = value.get("path")
         value = value.get("bytes") or path
-        name = f"{name} ({path})" if path and not isinstance(value, str) else name
+        name = f"{name} ({path})" if isinstance(value, bytes) and path else name
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), name
     if isinstance(value, Image.Image):
@@ -98,17 +103,21 @@ def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, 
         path = Path(image_dir or "", value).expanduser()
         if not path.is_file():
             raise PictureError(f"{name}: there is no file {path} (data.image_dir is {image_dir!r})")
-        return path, str(path)
+        return path, f"{name} ({path})"
     raise DataError(
         f"{name} is a {type(value).__name__}; a picture is bytes, a path, {{'bytes': …, 'path': …}}, a data URL or a "
         f"PIL picture."
     )
 
 
-def to_media(value: Any, image_dir: str | None, name: str) -> Media:
-    """The picture as the file's own encoded bytes. Arguments and errors as in `locate`."""
-    place, name = locate(value, image_dir, name)
-    return Media("image", place if isinstance(place, bytes) else place.read_bytes(), name)
+def to_media(place: bytes | Path, name: str) -> Media:
+    """The picture that `locate` found, as the file's own encoded bytes; PictureError if the file cannot be read."""
+    if isinstance(place, bytes):
+        return Media("image", place, name)
+    try:
+        return Media("image", place.read_bytes(), name)
+    except OSError as error:
+        raise PictureError(f"{name}: {error.strerror or error}") from error
 
 
 def _encode_png(image: Image.Image) -> bytes:
@@ -160,16 +169,11 @@ def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None =
         with _open(io.BytesIO(data), name) as image:
             orientation = _orientation(image)
             width, height = image.size
-            if target is not None and width * height > SHRINK_ABOVE:
-                turned = orientation in TURNED
-                rows, columns = target((width, height) if turned else (height, width))
-                new_size = (rows, columns) if turned else (columns, rows)
-                # A JPEG decodes at 1/2, 1/4 or 1/8 for a fraction of the memory; twice the final size keeps detail.
-                image.draft(None, (2 * new_size[0], 2 * new_size[1]))
-                pixels = _eight_bit(image).resize(new_size, Image.Resampling.BICUBIC)
-            else:
-                pixels = _eight_bit(image)
-            pixels = _on_white(pixels)
+            with _large if width * height > ONE_AT_A_TIME_ABOVE else nullcontext():
+                if target is not None and width * height > SHRINK_ABOVE:
+                    pixels = _shrunk(image, target, orientation in TURNED)
+                else:
+                    pixels = _on_white(_eight_bit(image))
             return pixels.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else pixels
     except PictureError:
         raise
@@ -198,6 +202,15 @@ def _orientation(image: ImageFile.ImageFile) -> int:
     if image.format == "PNG" and not image.info.keys() & {"exif", "Raw profile type exif"}:
         return 1
     return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _shrunk(image: ImageFile.ImageFile, target: Callable[[Size], Size], turned: bool) -> Image.Image:
+    width, height = image.size
+    rows, columns = target((width, height) if turned else (height, width))
+    new_size = (rows, columns) if turned else (columns, rows)
+    # A JPEG decodes at 1/2, 1/4 or 1/8 for a fraction of the memory; twice the final size keeps detail.
+    image.draft(None, (2 * new_size[0], 2 * new_size[1]))
+    return _on_white(_eight_bit(image).resize(new_size, Image.Resampling.BICUBIC))
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

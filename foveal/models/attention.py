@@ -201,6 +201,8 @@ def text_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of a decoder layer: (1, H, T, D) packed with a segment table, or an ordinary batch without one."""
     if segments is None:
+        if query.shape[2] == 1:
+            return _decode_attention(query, key, value, attention_mask, scaling), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
@@ -215,6 +217,21 @@ def text_attention(
         k, v = k[segments.key_index], v[segments.key_index]
     cu, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
     return _varlen(q, k, v, cu, longest, causal=True, scale=scaling).unsqueeze(0), None
+
+
+def _decode_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """One new token a sequence: (B, H, 1, D) over keys (B, H_kv, K, D), giving (B, 1, H, D).
+
+    The query heads that share a key head stand in as its query tokens, so that keys and values aren't copied once per
+    query head as they otherwise are wherever there is a mask.
+    """
+    batch, heads, _, width = query.shape
+    out = F.scaled_dot_product_attention(
+        query.view(batch, key.shape[1], heads // key.shape[1], width), key, value, attn_mask=mask, scale=scale
+    )
+    return out.reshape(batch, 1, heads, width)
 
 
 def vision_attention(

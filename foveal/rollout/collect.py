@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,10 +33,9 @@ def training_sampling(config: Config) -> Sampling:
 
 def validation_sampling(config: Config) -> Sampling:
     """The same for validation: `val_override_config` over the training values, one answer unless it says otherwise."""
-    base = replace(training_sampling(config), n=1)
-    override = dict(config.worker.rollout.val_override_config)
-    known = {name: override.pop(name) for name in list(override) if name in Sampling.__dataclass_fields__}
-    return replace(base, **known, extra={**base.extra, **override})
+    values = {"max_tokens": config.data.max_response_length, **config.worker.rollout.val_sampling}
+    known = {name: values.pop(name) for name in list(values) if name in Sampling.__dataclass_fields__}
+    return Sampling(**known, extra=values)
 
 
 def generate_and_score(
@@ -45,7 +44,7 @@ def generate_and_score(
     workers: Workers,
     rewards: RewardRunner,
     timings: dict[str, float],
-    advance: Callable[[], None],
+    advance: Callable[[int], None],
 ) -> tuple[list[Group], Metrics]:
     """Answers all prompts and scores the answers, scoring while others are generated where the reward allows it.
 
@@ -63,7 +62,7 @@ def generate_and_score(
             groups.append(group)
             if rewards.streams:
                 rewards.submit(group)
-            advance()
+            advance(1)
     groups.sort(key=lambda group: order[group.prompt.uid])
     with timer(timings, "reward"):
         if not rewards.streams:
@@ -111,7 +110,7 @@ class Collector:
     rewards: RewardRunner
     surplus: list[Group] = field(default_factory=list)
 
-    def collect(self, step: int, timings: dict[str, float], advance: Callable[[], None]) -> tuple[list[Group], Metrics]:
+    def collect(self, step: int, timings: dict[str, float], advance: Callable[[int], None]) -> tuple[list[Group], Metrics]:
         """The groups to train on in this step.
 
         Raises:

@@ -1,8 +1,8 @@
-"""The folder of a trained model inside a checkpoint: DCP shards, and what is needed to make a Hugging Face folder of it.
+"""The folder of a trained model inside a checkpoint: DCP shards, and what a Hugging Face folder needs besides.
 
-    actor/.metadata, *.distcp   "model.NAME" → weights, each tied tensor once; "optim.NAME.KEY" → optimizer state
-    actor/foveal.json           ActorInfo
-    actor/huggingface/          config.json and generation_config.json of the source model, tokenizer, processor
+actor/.metadata, *.distcp   "model.NAME" → weights, each tied tensor once; "optim.NAME.KEY" → optimizer state
+actor/foveal.json           ActorInfo
+actor/huggingface/          config.json and generation_config.json of the source model, tokenizer, processor
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from foveal.errors import CheckpointError
+from foveal.track import console
 from foveal.train.files import write_json
 from foveal.train.shards import Index, check_sizes, read_index, read_shards, shard_sizes, write_shards
 
@@ -76,7 +77,7 @@ def save_actor(
         OSError: the disk refused (full, read-only, …).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = _distinct_tensors(model)
+    weights = distinct_tensors(model)
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         state["optim"] = _optimizer_state(model, optimizer)
@@ -112,10 +113,10 @@ def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     folder = actor_folder(folder)
     info = check_actor(folder)
     index = read_index(folder)
-    state: dict[str, Any] = {"model": _distinct_tensors(model)}
+    state: dict[str, Any] = {"model": distinct_tensors(model)}
     _check_names(folder, index, state["model"])
     if optimizer is not None and not info.optimizer:
-        print(f"{folder} holds weights only (trainer.save_model_only): the optimizer starts afresh.", flush=True)
+        console.note(f"{folder} holds weights only (trainer.save_model_only): the optimizer starts afresh")
         optimizer = None
     if optimizer is not None:
         state["optim"] = _optimizer_targets(index, model, optimizer)
@@ -143,10 +144,12 @@ def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str =
     model_class = getattr(transformers, info.model_class, None)
     if model_class is None:
         raise CheckpointError(f"{folder}: transformers {transformers.__version__} has no {info.model_class}.")
+    path = folder / HUGGINGFACE / "config.json"
     try:
-        config = model_class.config_class.from_pretrained(folder / HUGGINGFACE)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / HUGGINGFACE}: cannot read config.json ({error}).") from error
+        # by its own name: `from_pretrained` takes a default configuration where this file is missing
+        config = model_class.config_class.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot read the model's configuration ({error}).") from error
     with no_init_weights():
         model = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.tie_weights()
@@ -182,7 +185,7 @@ def check_actor(folder: Path) -> ActorInfo:
     return info
 
 
-def _distinct_tensors(model: nn.Module) -> dict[str, Any]:
+def distinct_tensors(model: nn.Module) -> dict[str, Any]:
     """The model's state under each tensor's first name; the tensors share memory with the parameters."""
     first_names = {name for name, _ in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first_names
@@ -247,10 +250,15 @@ def _copy_configuration(source: str, target: Path, overrides: dict[str, Any]) ->
     """Copies config.json and, where there is one, generation_config.json."""
     from transformers.utils import cached_file
 
-    for name in ("config.json", "generation_config.json"):
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=name == "config.json")
-        if found is not None:
-            shutil.copyfile(found, target / name)
+    shutil.copyfile(_required_file(source, "config.json"), target / "config.json")
+    generation = cached_file(
+        source,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if generation is not None:
+        shutil.copyfile(generation, target / "generation_config.json")
     if overrides:
         path = target / "config.json"
         write_json(path, json.loads(path.read_text(encoding="utf-8")) | overrides)
@@ -261,14 +269,20 @@ def _source_dtype(source: str) -> str:
     from safetensors import safe_open
     from transformers.utils import cached_file
 
-    config = json.loads(Path(cached_file(source, "config.json")).read_text(encoding="utf-8"))
+    config = json.loads(_required_file(source, "config.json").read_text(encoding="utf-8"))
     for place in (config, config.get("text_config", {})):
         for key in ("dtype", "torch_dtype"):
             if isinstance(place.get(key), str):
                 return str(place[key]).removeprefix("torch.")
     found = cached_file(source, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if found is None:
-        index = Path(cached_file(source, "model.safetensors.index.json")).read_text(encoding="utf-8")
-        found = cached_file(source, next(iter(json.loads(index)["weight_map"].values())))
+        index = _required_file(source, "model.safetensors.index.json").read_text(encoding="utf-8")
+        found = str(_required_file(source, next(iter(json.loads(index)["weight_map"].values()))))
     with safe_open(found, framework="pt") as weights:
         return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
+
+
+def _required_file(source: str, name: str) -> Path:
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(source, name)))

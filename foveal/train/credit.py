@@ -13,11 +13,6 @@ from foveal.config import Config
 from foveal.types import Group, Metrics, Response, trained_responses
 
 
-def needs_reference(config: Config) -> bool:
-    """Whether anything reads the reference policy's log-probabilities."""
-    return not config.algorithm.disable_kl
-
-
 def needs_old_logprobs(config: Config) -> bool:
     """Whether a separate pass must compute the log-probabilities of the policy before the update.
 

@@ -110,7 +110,7 @@ class Policy:
             return aggregate(values, lengths, mask, actor.loss_avg_mode, total_tokens, total_sequences)
 
         loss = mean(token_losses)
-        sums = {**stats, "pg_loss": loss, "entropy_loss": -logprobs.sum()}
+        sums = {**stats, "pg_loss": loss}
         if algorithm.use_kl_loss and not algorithm.disable_kl:
             kl = mean(kl_penalty(logprobs, pack.column("ref_logprobs"), algorithm.kl_penalty))
             loss = loss + kl_coef * kl

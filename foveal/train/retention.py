@@ -1,10 +1,10 @@
 """The checkpoints of a run: written whole or not at all, found again, and pruned.
 
-    ROOT/global_step_N/actor/              foveal.train.checkpoint
-    ROOT/global_step_N/trainer_state.json  what the trainer needs to go on, and the best checkpoint so far
-    ROOT/checkpoint_tracker.json           last_global_step, best_global_step, best_val_reward_score, last_actor_path
-    ROOT/global_step_N.partial             being written or removed; no reader takes it for a checkpoint
-    ROOT/global_step_N.replaced            the former checkpoint of the same step, while the new one takes its place
+ROOT/global_step_N/actor/              foveal.train.checkpoint
+ROOT/global_step_N/trainer_state.json  what the trainer needs to go on, and the best checkpoint so far
+ROOT/checkpoint_tracker.json           last_global_step, best_global_step, best_val_reward_score, last_actor_path
+ROOT/global_step_N.partial             being written or removed; no reader takes it for a checkpoint
+ROOT/global_step_N.replaced            the former checkpoint of the same step, while the new one takes its place
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from foveal.errors import CheckpointError
+from foveal.track import console
 from foveal.train.checkpoint import check_actor
 from foveal.train.files import free_space, fsync, fsync_tree, write_json
 
@@ -65,20 +66,25 @@ class Checkpoints:
             self._clean_up()
             partial.mkdir(parents=True)
             write(partial)
-            write_json(partial / STATE, {**(state or {}), "best_global_step": best[0], "best_val_reward_score": best[1]})
+            write_json(
+                partial / STATE, {**(state or {}), "best_global_step": best[0], "best_val_reward_score": best[1]}
+            )
             fsync_tree(partial)
             self._put_in_place(partial, folder)
             self.best_step, self.best_score = best
             self._write_tracker(step)
         except OSError as error:
-            place = error.filename or partial
-            message = f"{place}: cannot write the checkpoint of step {step}: {error.strerror or error} ({free_space(self.root)})"
+            space = free_space(self.root)
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
-                f"{message}. Earlier checkpoints are untouched. Free some space, lower trainer.save_limit, or set "
+                f"{error.filename or partial}: cannot write the checkpoint of step {step}: {error.strerror or error} "
+                f"({space}). Earlier checkpoints are untouched. Free some space, lower trainer.save_limit, or set "
                 "trainer.save_checkpoint_path to another disk, then resume."
             ) from error
-        self._prune(step)
+        try:
+            self._prune(step)
+        except OSError as error:
+            console.warn(f"cannot remove an old checkpoint: {error}. Remove it by hand.")
         return folder
 
     def latest(self) -> Path | None:
@@ -92,7 +98,7 @@ class Checkpoints:
                 check_checkpoint(self.folder(step))
                 return self.folder(step)
             except CheckpointError as error:
-                print(f"Passing over a checkpoint: {error}", flush=True)
+                console.warn(f"passing over a checkpoint: {error}")
         return None
 
     def resolve(self, path: str | Path) -> Path:
@@ -111,7 +117,7 @@ class Checkpoints:
         if found is None:
             fault = "holds no whole checkpoint" if path.is_dir() else "does not exist"
             raise CheckpointError(
-                f"{path} {fault}. Give a folder …/global_step_N, its actor folder, or the folder of a run that has some."
+                f"{path} {fault}. Give …/global_step_N, its actor folder, or the folder of a run that has some."
             )
         return found
 
@@ -184,7 +190,7 @@ class Checkpoints:
         """Puts aside what a crash during an earlier save left behind."""
         self._restore_replaced()
         for path in self.root.glob("global_step_*.partial"):
-            print(f"Removing {path}: the rest of a save that was cut short.", flush=True)
+            console.note(f"removing {path}: the rest of a save that was cut short")
             shutil.rmtree(path)
 
     def _restore_replaced(self) -> None:

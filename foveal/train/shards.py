@@ -91,7 +91,8 @@ def check_sizes(folder: Path, expected: dict[str, int]) -> None:
     ]
     if faults:
         raise CheckpointError(
-            f"{folder}: the checkpoint is damaged: {'; '.join(faults)}. Copy it again or use another checkpoint of the run."
+            f"{folder}: the checkpoint is damaged: {'; '.join(faults)}. "
+            "Copy it again or use another checkpoint of the run."
         )
 
 
@@ -113,7 +114,11 @@ class _Reader(dcp.FileSystemReader):
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}:
+        if (module, name) in {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+        }:
             return super().find_class(module, name)
         if module.partition(".")[0] == "pathlib" and name == "PosixPath":  # "pathlib._local" in Python 3.13
             return pathlib.PosixPath

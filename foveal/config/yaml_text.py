@@ -1,4 +1,4 @@
-"""YAML and `key=value` text as plain values, guided by the schema: what is text there stays as it was written."""
+"""YAML and `key=value` text as plain values and back. What the schema calls text stays as it was written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back to the same values."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def read_yaml_file(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -74,6 +81,10 @@ def read_value(name: str, text: str) -> Any:
     if doubled:
         raise ConfigError(f"{name}={text}: {'; '.join(doubled)}")
     return value
+
+
+def write_yaml(tree: dict[str, Any]) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def _plain_text(text: str) -> str | None:

@@ -1,0 +1,223 @@
+"""What single values cannot show: rules between keys, what this version lacks, and keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from foveal.config.keys import known_keys
+from foveal.config.schema import Config
+from foveal.config.schema_data import GROUP_ESTIMATORS
+
+
+@dataclass(frozen=True)
+class BrokenRule:
+    """A rule that values break together: the keys concerned, and a line for the user."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def broken_rules(config: Config) -> list[BrokenRule]:
+    """All rules between keys that the configuration breaks; those of training only where something is trained."""
+    rules = [_data, _algorithm, _engine_limits, _val_sampling]
+    if not config.trainer.val_only:
+        rules += [_batches, _sampling]
+    return [broken for rule in rules for broken in rule(config)]
+
+
+def missing(config: Config) -> list[str]:
+    """A line for each key without a default that a run needs."""
+    needed = {
+        "worker.actor.model.model_path": "the folder of a Hugging Face model, or a hub id",
+        "worker.reward.reward_function": "FILE:function, as examples/reward_function/math.py:compute_score",
+        "data.val_files" if config.trainer.val_only else "data.train_files": "PATH_OR_HUB_ID@split",
+    }
+    return [f"{key} is not set: give {what}" for key, what in needed.items() if not config.value(key)]
+
+
+def unsupported(config: Config) -> list[str]:
+    """A line for each thing that the configuration asks for and this version does not do yet."""
+    lines = []
+    algorithm, actor, trainer = config.algorithm, config.worker.actor, config.trainer
+    if not trainer.val_only:
+        if algorithm.adv_estimator in ("gae", "remax"):
+            need = "a critic" if algorithm.adv_estimator == "gae" else "greedy baseline answers"
+            lines.append(
+                f"algorithm.adv_estimator={algorithm.adv_estimator}: needs {need}, not in this version yet; "
+                "choose grpo, grpo_passk, reinforce_plus_plus or rloo"
+            )
+        if algorithm.kl_penalty == "full" and not algorithm.disable_kl:
+            lines.append(
+                "algorithm.kl_penalty=full: not in this version yet; choose kl, abs, mse or low_var_kl, "
+                "or set algorithm.disable_kl=true"
+            )
+        if actor.optim.strategy == "adamw_bf16":
+            lines.append(
+                "worker.actor.optim.strategy=adamw_bf16: not in this version yet; set "
+                "worker.actor.optim.strategy=adamw and worker.actor.fsdp.torch_dtype=null"
+            )
+        if actor.model.lora.rank > 0:
+            lines.append(
+                f"worker.actor.model.lora.rank={actor.model.lora.rank}: LoRA is not in this version yet; "
+                "set worker.actor.model.lora.rank=0"
+            )
+    if config.worker.rollout.name == "vllm":
+        lines.append("worker.rollout.name=vllm: not in this version yet; set worker.rollout.name=auto")
+    if actor.ulysses_size > 1:
+        lines.append(
+            f"worker.actor.ulysses_size={actor.ulysses_size}: a sequence stays on one device in this version; "
+            "set worker.actor.ulysses_size=1"
+        )
+    for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
+        if config.value(key) > 1:
+            source = "" if key in config.given else " (the default)"
+            lines.append(f"{key}={config.value(key)}{source}: this version runs in one process; set {key}=1")
+    return lines
+
+
+def no_effect(config: Config) -> list[str]:
+    """A line for each reason why keys that were given, with a value of their own, change nothing in this version."""
+    lines = []
+    listed: set[str] = set()
+    for reason, prefixes in _no_effect_reasons(config):
+        keys = [key for key in known_keys() if key.startswith(prefixes) and key not in listed and _is_set(config, key)]
+        listed.update(keys)
+        if keys:
+            lines.append(f"no effect here: {', '.join(keys)} ({reason})")
+    rollout = config.worker.rollout
+    if rollout.tensor_parallel_size > config.trainer.devices and rollout.name != "vllm":
+        key = "worker.rollout.tensor_parallel_size"
+        if key in config.given and key not in listed:
+            lines.append(
+                f"no effect here: {key}={rollout.tensor_parallel_size} (vLLM only; devices: {config.trainer.devices})"
+            )
+    return lines
+
+
+def remarks(config: Config) -> list[str]:
+    """Lines about values that are accepted and may not do what their author meant."""
+    actor = config.worker.actor
+    if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
+        return [
+            f"worker.actor.clip_ratio_low={actor.clip_ratio_low:g} with loss_type=cispo keeps importance ratios "
+            f"within [{1 - actor.clip_ratio_low:g}, {1 + actor.clip_ratio_high:g}]; 1 means no lower bound"
+        ]
+    return []
+
+
+def _no_effect_reasons(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields (reason, beginnings of the keys that it concerns)."""
+    rollout, sections = "worker.rollout.", ("worker.actor.", "worker.ref.", "worker.critic.")
+    if not config.algorithm.uses_critic:
+        estimator = config.algorithm.adv_estimator
+        yield f"{estimator} has no critic", ("worker.critic.", "trainer.critic_warmup")
+    if config.worker.rollout.name != "vllm":
+        names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens "
+        names += "disable_log_stats dtype"
+        yield "vLLM only", tuple(rollout + name for name in names.split())
+    names = "fsdp.enable_ fsdp.use_orig_params fsdp.fsdp_size fsdp.mp_reduce_dtype fsdp.mp_buffer_dtype offload."
+    yield (
+        "one process: nothing is sharded or moved away",
+        tuple(section + name for section in sections for name in names.split()),
+    )
+    yield (
+        "sequences are always packed up to a number of tokens",
+        tuple(section + name for section in sections for name in ("padding_free", "dynamic_batching")),
+    )
+    yield "the reference computes as the actor does", ("worker.ref.fsdp.mp_param_dtype",)
+    yield "nothing is compiled in this version", ("worker.actor.use_torch_compile",)
+    yield "it meant vLLM's former engine", (rollout + "enable_chunked_prefill",)
+    yield "no Ray in this version", ("trainer.ray_timeline",)
+    yield "no progress bar is drawn", (rollout + "disable_tqdm",)
+
+
+def _is_set(config: Config, key: str) -> bool:
+    return key in config.given and config.value(key) != known_keys()[key].default
+
+
+def _data(config: Config) -> Iterator[BrokenRule]:
+    data = config.data
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        yield BrokenRule(
+            ("data.min_pixels", "data.max_pixels"),
+            f"data.min_pixels: {data.min_pixels} is above data.max_pixels ({data.max_pixels}); "
+            "lower the first or raise the second",
+        )
+
+
+def _algorithm(config: Config) -> Iterator[BrokenRule]:
+    algorithm = config.algorithm
+    if algorithm.filter_low >= algorithm.filter_high:
+        yield BrokenRule(
+            ("algorithm.filter_low", "algorithm.filter_high"),
+            f"algorithm.filter_low: {algorithm.filter_low:g} must be below algorithm.filter_high "
+            f"({algorithm.filter_high:g}); no group could be kept",
+        )
+
+
+def _batches(config: Config) -> Iterator[BrokenRule]:
+    """A step holds whole optimizer steps. Devices do not matter: groups are spread unevenly where they must be."""
+    batch = config.data.rollout_batch_size
+    for role in ("actor", "critic") if config.algorithm.uses_critic else ("actor",):
+        key = f"worker.{role}.global_batch_size"
+        part = config.value(key)
+        if batch % part:
+            below = batch // part * part
+            choices = f"{below} or {below + part}" if below else f"{part}"
+            yield BrokenRule(
+                ("data.rollout_batch_size", key),
+                f"data.rollout_batch_size: {batch} is not a multiple of {key} ({part}); set it to {choices}, "
+                f"or {key} to a divisor of {batch}",
+            )
+    mini = config.data.mini_rollout_batch_size
+    if mini is not None and mini > batch and not config.algorithm.online_filtering:
+        yield BrokenRule(
+            ("data.mini_rollout_batch_size", "data.rollout_batch_size", "algorithm.online_filtering"),
+            f"data.mini_rollout_batch_size: {mini} is above data.rollout_batch_size ({batch}) and nothing is filtered; "
+            f"set it to {batch} or less, or algorithm.online_filtering=true",
+        )
+
+
+def _sampling(config: Config) -> Iterator[BrokenRule]:
+    rollout, estimator = config.worker.rollout, config.algorithm.adv_estimator
+    if rollout.n == 1 and estimator in GROUP_ESTIMATORS:
+        yield BrokenRule(
+            ("worker.rollout.n", "algorithm.adv_estimator"),
+            f"worker.rollout.n: 1 given, but algorithm.adv_estimator={estimator} compares the answers to one prompt; "
+            "set worker.rollout.n to 2 or more, or choose reinforce_plus_plus",
+        )
+    if rollout.temperature == 0:
+        yield BrokenRule(
+            ("worker.rollout.temperature",),
+            "worker.rollout.temperature: 0 given, but training needs different answers; set it above 0 "
+            "(greedy validation: worker.rollout.val_override_config.temperature=0)",
+        )
+
+
+def _engine_limits(config: Config) -> Iterator[BrokenRule]:
+    rollout, longest = config.worker.rollout, config.data.max_sequence_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield BrokenRule(
+            ("worker.rollout.max_model_len", "data.max_prompt_length", "data.max_response_length"),
+            f"worker.rollout.max_model_len: {rollout.max_model_len} is below data.max_prompt_length + "
+            f"data.max_response_length ({longest}); set it to {longest} or more, or to null",
+        )
+    if rollout.name == "vllm" and rollout.tensor_parallel_size > config.trainer.devices:
+        yield BrokenRule(
+            ("worker.rollout.tensor_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes", "worker.rollout.name"),
+            f"worker.rollout.tensor_parallel_size: {rollout.tensor_parallel_size} is above the number of devices "
+            f"(trainer.nnodes × trainer.n_gpus_per_node = {config.trainer.devices}); lower it to that at most",
+        )
+
+
+def _val_sampling(config: Config) -> Iterator[BrokenRule]:
+    for name, value in config.worker.rollout.val_override_config.items():
+        key = known_keys().get(f"worker.rollout.{name}")
+        if key is not None and not key.accepts(value):
+            shown: Any = "null" if value is None else value
+            yield BrokenRule(
+                (f"worker.rollout.val_override_config.{name}", "worker.rollout.val_override_config"),
+                f"worker.rollout.val_override_config.{name}: {shown} given; allowed: {key.allowed}",
+            )

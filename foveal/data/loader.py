@@ -1,0 +1,174 @@
+"""The order in which rows become prompts: epochs, shuffling, skipping what cannot be read, exact resumption."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from foveal.data.images import PictureError
+from foveal.data.prompts import PromptBuilder
+from foveal.data.source import load_rows
+from foveal.data.survey import report, survey
+from foveal.errors import DataError
+from foveal.types import Prompt
+
+if TYPE_CHECKING:
+    from foveal.config import Config
+    from foveal.data.processing import Processing
+
+
+THREADS = min(16, os.cpu_count() or 1)
+
+
+class PromptLoader:
+    """Prompts of the usable rows of one source, batch by batch.
+
+    A row whose picture turns out to be damaged when it is decoded is reported once with its reason and left out from
+    then on (or ends the run, with `data.on_bad_row: stop`); the next row takes its place.
+
+    Attributes:
+        skipped: reason by row number, of the rows left out since the loader was opened.
+    """
+
+    def __init__(self, builder: PromptBuilder, usable: Sequence[int], split: Literal["train", "val"]) -> None:
+        self.builder = builder
+        self.split = split
+        self.skipped: dict[int, str] = {}
+        self._usable = list(usable)
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Usable rows; fewer once damaged ones have been met."""
+        return len(self._usable) - len(self.skipped)
+
+    def steps_per_epoch(self, batch: int) -> int:
+        """Whole batches in an epoch."""
+        return len(self) // batch
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts. What is left of an epoch is dropped when it is not enough.
+
+        Raises:
+            DataError: the whole set has fewer rows than that, or a row is wrong.
+        """
+        while True:
+            self.require(count)
+            prompts = self._from_this_epoch(count)
+            if len(prompts) == count:
+                return prompts
+            self._epoch += 1
+            self._position = 0
+            self._order = self._order_of(self._epoch)
+
+    def batches(self) -> Iterator[list[Prompt]]:
+        """All prompts once, unshuffled, `data.val_batch_size` at a time (-1: all at once); the last may be fewer."""
+        limit = self.builder.data.val_batch_size
+        limit = limit if limit > 0 else len(self._usable)
+        position = 0
+        while position < len(self._usable):
+            prompts, position = self._fill(self._usable, position, limit, 0)
+            if prompts:
+                yield prompts
+        self.require(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as plain JSON."""
+        data = self.builder.data
+        order = {"rows": len(self._usable), "shuffle": data.shuffle, "seed": data.seed}
+        return {"epoch": self._epoch, "position": self._position, **order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Raises:
+            DataError: the rows or their order are not the same, so that going on would repeat or leave out rows.
+        """
+        now = self.state_dict()
+        changed = [
+            f"{key} was {state[key]}, is {now[key]}" for key in ("rows", "shuffle", "seed") if state[key] != now[key]
+        ]
+        if changed:
+            raise DataError(
+                f"cannot resume in the middle of {self.builder.rows.source}: {'; '.join(changed)} (rows counts usable "
+                f"ones). Resume with the data settings of the checkpoint, or start a new run from its merged weights."
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._order_of(self._epoch)
+
+    def _from_this_epoch(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, or fewer, not all of them read, if the epoch holds no more."""
+        ahead = sum(row not in self.skipped for row in self._order[self._position :])
+        if ahead < count:
+            return []
+        prompts, self._position = self._fill(self._order, self._position, count, self._epoch)
+        return prompts
+
+    def _fill(self, order: list[int], position: int, count: int, epoch: int) -> tuple[list[Prompt], int]:
+        """Up to `count` prompts of the rows from `position` on, and the position after the last row that was read."""
+        prompts: list[Prompt] = []
+        with ThreadPoolExecutor(min(THREADS, count)) as pool:  # decoding and processing pictures free the interpreter
+            while len(prompts) < count and position < len(order):
+                rows = order[position : position + count - len(prompts)]
+                built = pool.map(lambda row: self._prompt(row, epoch), rows)
+                prompts += [prompt for prompt in built if prompt is not None]
+                position += len(rows)
+        return prompts, position
+
+    def _prompt(self, row: int, epoch: int) -> Prompt | None:
+        if row in self.skipped:
+            return None
+        try:
+            return self.builder.build(row, f"{self.split}-{epoch}-{row}")
+        except PictureError as error:
+            if self.builder.data.on_bad_row == "stop":
+                raise DataError(
+                    f"{error}. Repair the picture, or set data.on_bad_row=skip to leave its row out."
+                ) from error
+            self.skipped[row] = str(error)
+            print(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})", flush=True)
+            return None
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if not self.builder.data.shuffle or self.split == "val":
+            return self._usable
+        order = np.random.default_rng((self.builder.data.seed, epoch)).permutation(len(self._usable))
+        return [self._usable[index] for index in order]
+
+    def require(self, count: int) -> None:
+        """Raises DataError if fewer than `count` rows are usable."""
+        if len(self) >= count:
+            return
+        first = f" First unreadable picture: {next(iter(self.skipped.values()))}." if self.skipped else ""
+        key = "data.val_batch_size" if self.split == "val" else "data.rollout_batch_size"
+        raise DataError(
+            f"{self.builder.rows.source} has {len(self)} usable rows, and a batch takes {count}.{first} Lower {key} "
+            f"(or data.mini_rollout_batch_size) to at most the number of rows, or add rows."
+        )
+
+
+def open_loader(config: Config, processing: Processing, split: Literal["train", "val"]) -> PromptLoader:
+    """Reads `data.train_files` or `data.val_files`, looks at every row, and says in a line or two what is used.
+
+    Raises:
+        DataError: the source, a row or a picture is wrong, or there are fewer rows than a batch takes.
+        ModelError: there are pictures and the model takes text only.
+    """
+    data = config.data
+    spec = data.train_files if split == "train" else data.val_files
+    if not spec:
+        raise DataError(f"data.{split}_files is not set. Give a file, a folder or a hub id, as PATH_OR_HUB_ID@split.")
+    rows = load_rows(spec)
+    builder = PromptBuilder(data, processing, rows)
+    found = survey(builder, split)
+    for line in report(found, data, rows.source, len(rows), split):
+        print(line, flush=True)
+    loader = PromptLoader(builder, found.usable, split)
+    if split == "train":
+        loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
+    return loader

@@ -1,0 +1,83 @@
+"""The terminal: notes, warnings, one line a step, and a bar for long phases.
+
+Everything here is a plain line, so that it reads the same in a terminal, in a pipe and in a log file; only the bar of a
+phase needs a terminal, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from foveal.track.lines import StepLines
+
+if TYPE_CHECKING:
+    from foveal.types import Metrics
+
+_lines = StepLines()
+_bar_is_open = False
+
+
+def note(text: str) -> None:
+    """Prints one line for the user, on standard output."""
+    _write(sys.stdout, text)
+
+
+def warn(text: str) -> None:
+    """Prints one line that starts with "warning:", on standard error."""
+    _write(sys.stderr, f"warning: {text}")
+
+
+def step_line(step: int, total_steps: int | None, metrics: Metrics) -> None:
+    """Prints what a training step did, and the time left for the run."""
+    note(_lines.training(step, total_steps, metrics))
+
+
+def validation_line(step: int, metrics: Metrics) -> None:
+    """Prints how a validation went."""
+    note(_lines.validation(step, metrics))
+
+
+@contextmanager
+def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Shows a bar while a long phase runs, if standard output is a terminal; it is gone afterwards.
+
+    Args:
+        name: what is going on, as "validation".
+        total: how many things will be done; None when nobody knows.
+
+    Yields:
+        `advance(n)`: call it when n more things are done. A phase inside another one shows nothing.
+    """
+    global _bar_is_open
+    if _bar_is_open or not sys.stdout.isatty():
+        yield lambda n: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        _bar_is_open = True
+        try:
+            yield lambda n: progress.advance(task, n)
+        finally:
+            _bar_is_open = False
+
+
+def _write(stream: TextIO, text: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        pass  # the reader of the pipe has gone; the run goes on without it

@@ -1,0 +1,141 @@
+"""The files of a run: the whole configuration, one JSON object per log call, and readable sample answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from foveal.errors import ConfigError
+from foveal.track.samples import Sample
+from foveal.types import Metrics
+
+CONFIG_FILE = "experiment_config.json"
+LOG_FILE = "experiment_log.jsonl"
+SAMPLES_FILE = "generations.log"
+
+
+class RunFiles:
+    """Writes into the run's folder, always at the end of what is there, and flushes every time.
+
+    Args:
+        run_dir: made when absent.
+        config: the whole configuration as plain values.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
+        self.log_file = run_dir / LOG_FILE
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+            (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+            self._log = _open_to_append(self.log_file)
+            self._samples = _open_to_append(run_dir / SAMPLES_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.save_checkpoint_path: cannot write to {run_dir} ({error}). Give a folder that can be written."
+            ) from error
+        if _ends_inside_a_line(self.log_file):
+            self._log.write("\n")
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Adds one line to `experiment_log.jsonl`: `{"step": 1, "reward": {"overall": 0.5}}`."""
+        line = json.dumps({"step": step, **nest(metrics)}, ensure_ascii=False, allow_nan=False)
+        self._log.write(line + "\n")
+        self._log.flush()
+
+    def log_samples(self, samples: list[Sample]) -> None:
+        """Adds the samples to `generations.log`."""
+        for sample in samples:
+            self._samples.write(sample.text())
+        self._samples.flush()
+
+    def close(self) -> None:
+        self._log.close()
+        self._samples.close()
+
+
+def _open_to_append(path: Path) -> TextIO:
+    # backslashreplace: a lone surrogate in a user's text must not stop a run, and stays valid JSON
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether a killed run left half a line."""
+    with open(path, "rb") as file:
+        file.seek(0, 2)
+        if file.tell() == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def nest(metrics: Metrics) -> dict[str, Any]:
+    """Splits names at "/" into nested objects; `flatten` undoes it exactly.
+
+    `a/b` stays one key where `a` is a number of its own, as does everything under `step`, which names the step. Numbers
+    that JSON does not know (NaN, infinities) become null.
+    """
+    leaves = {*metrics, "step"}
+    nested: dict[str, Any] = {}
+    for name, value in metrics.items():
+        first, *rest = name.split("/")
+        path, node = first, nested
+        key = first
+        for part in rest:
+            if path in leaves:
+                key = f"{key}/{part}"
+            else:
+                node = node.setdefault(key, {})
+                key = part
+            path = f"{path}/{part}"
+        node["step_" if name == "step" else key] = _plain(value)
+    return nested
+
+
+def _plain(value: Any) -> int | float | None:
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> Metrics:
+    """Names joined with "/" again, without what is not a number."""
+    flat: Metrics = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def read_log(log_file: Path) -> dict[int, Metrics]:
+    """What a run logged, by step, in order of the steps.
+
+    A file may hold a step several times: validation and saving add to it, and a run that went on from an older
+    checkpoint trained some steps again. The later line wins, and training a step again drops what stood after it.
+
+    Returns:
+        step → metrics with their full names. Empty when there is no such file; half-written lines are passed over.
+    """
+    steps: dict[int, Metrics] = {}
+    trained = 0
+    if not log_file.exists():
+        return steps
+    with open(log_file, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                metrics = flatten(json.loads(line))
+                step = int(metrics.pop("step"))
+            except (ValueError, KeyError, AttributeError):
+                continue
+            if any(name.startswith("actor/") for name in metrics):
+                if step <= trained:
+                    steps = {old: found for old, found in steps.items() if old < step}
+                trained = step
+            steps.setdefault(step, {}).update(metrics)
+    return dict(sorted(steps.items()))

@@ -1,0 +1,147 @@
+"""Rules between keys, what this version refuses to start, and what it says about keys without effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from foveal.config import Config, load_config
+from foveal.config.rules import missing, no_effect, remarks, unsupported
+from foveal.errors import ConfigError
+
+
+def load(*argv: str) -> Config:
+    return load_config(["worker.rollout.n=2", *argv])
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    return str(caught.value)
+
+
+def test_batches_that_do_not_divide_name_both_values_and_the_neighbours() -> None:
+    text = refusal("data.rollout_batch_size=512", "worker.actor.global_batch_size=100")
+    assert "data.rollout_batch_size: 512" in text and "worker.actor.global_batch_size (100)" in text
+    assert "500 or 600" in text
+
+
+def test_a_batch_below_one_optimizer_step_names_the_only_neighbour() -> None:
+    assert "set it to 256, or" in refusal("data.rollout_batch_size=100")
+
+
+def test_nothing_divides_by_devices() -> None:
+    config = load("data.rollout_batch_size=512", "worker.actor.global_batch_size=512", "trainer.n_gpus_per_node=6")
+    assert config.trainer.devices == 6
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo"])
+def test_group_estimators_need_groups(estimator: str) -> None:
+    text = refusal("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}")
+    assert "worker.rollout.n: 1 given" in text and f"algorithm.adv_estimator={estimator}" in text
+
+
+@pytest.mark.parametrize("change", ["algorithm.adv_estimator=reinforce_plus_plus", "trainer.val_only=true"])
+def test_groups_of_one_are_fine_elsewhere(change: str) -> None:
+    assert load("worker.rollout.n=1", change).worker.rollout.n == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["worker.rollout.max_model_len=1000"], "worker.rollout.max_model_len: 1000 is below"),
+        (["data.mini_rollout_batch_size=600"], "data.mini_rollout_batch_size: 600 is above"),
+        (["algorithm.filter_low=0.5", "algorithm.filter_high=0.5"], "algorithm.filter_low: 0.5 must be below"),
+        (["data.min_pixels=100", "data.max_pixels=99"], "data.min_pixels: 100 is above data.max_pixels (99)"),
+        (["worker.rollout.temperature=0"], "worker.rollout.temperature: 0 given"),
+        (
+            ["worker.rollout.val_override_config={temperature: -1}"],
+            "val_override_config.temperature: -1 given",
+        ),
+        (["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=16"], "tensor_parallel_size: 16 is above"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(argv: list[str], said: str) -> None:
+    assert said in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["worker.rollout.max_model_len=1024"],
+        ["data.mini_rollout_batch_size=1024", "algorithm.online_filtering=true"],
+        ["worker.rollout.temperature=0", "trainer.val_only=true"],
+        ["worker.rollout.val_override_config={temperature: 0, min_p: 0.1}"],
+        ["worker.rollout.tensor_parallel_size=16"],
+        ["worker.actor.clip_ratio_low=0", "worker.actor.clip_ratio_high=4", "worker.actor.loss_type=cispo"],
+    ],
+)
+def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
+    load(*argv)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "algorithm.adv_estimator=gae",
+        "algorithm.adv_estimator=remax",
+        "algorithm.kl_penalty=full",
+        "worker.actor.model.lora.rank=8",
+        "worker.actor.ulysses_size=2",
+        "worker.rollout.name=vllm",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=2",
+    ],
+)
+def test_what_this_version_lacks_loads_and_is_refused_at_the_start(argument: str) -> None:
+    (line,) = unsupported(load("trainer.n_gpus_per_node=1", "worker.rollout.tensor_parallel_size=1", argument))
+    assert line.startswith(f"{argument}: ")
+
+
+def test_the_default_number_of_devices_is_refused_with_the_cure() -> None:
+    (line,) = unsupported(load())
+    assert "trainer.n_gpus_per_node=8 (the default)" in line and "set trainer.n_gpus_per_node=1" in line
+
+
+def test_a_plain_run_in_one_process_is_supported() -> None:
+    assert unsupported(load("trainer.n_gpus_per_node=1", "worker.actor.fsdp.enable_cpu_offload=true")) == []
+
+
+def test_missing_names_what_nobody_set() -> None:
+    assert [line.split()[0] for line in missing(load())] == [
+        "worker.actor.model.model_path",
+        "worker.reward.reward_function",
+        "data.train_files",
+    ]
+
+
+def test_defaults_are_no_reason_for_a_line() -> None:
+    assert no_effect(load("worker.actor.padding_free=true", "worker.rollout.enforce_eager=false")) == []
+
+
+def test_keys_without_effect_share_a_line_per_reason() -> None:
+    lines = no_effect(
+        load(
+            "worker.rollout.enforce_eager=true",
+            "worker.rollout.gpu_memory_utilization=0.5",
+            "worker.actor.offload.offload_params=true",
+            "worker.critic.optim.lr=1e-5",
+        )
+    )
+    assert lines == [
+        "no effect here: worker.critic.optim.lr (grpo has no critic)",
+        "no effect here: worker.rollout.gpu_memory_utilization, worker.rollout.enforce_eager (vLLM only)",
+        "no effect here: worker.actor.offload.offload_params (one process: nothing is sharded or moved away)",
+    ]
+
+
+def test_tensor_parallel_above_the_devices_is_one_line() -> None:
+    argv = ["worker.rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=1"]
+    assert no_effect(load(*argv)) == ["no effect here: worker.rollout.tensor_parallel_size=2 (vLLM only; devices: 1)"]
+
+
+def test_a_cispo_run_with_a_lower_bound_is_told_its_bounds() -> None:
+    (line,) = remarks(
+        load("worker.actor.loss_type=cispo", "worker.actor.clip_ratio_low=0", "worker.actor.clip_ratio_high=4")
+    )
+    assert "[1, 5]" in line
+    assert remarks(load("worker.actor.loss_type=cispo", "worker.actor.clip_ratio_low=1")) == []

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foveal.data.processing import Processing, load_processing
+from foveal.data.prompts import check_prompt
+from foveal.errors import DataError, ModelError
+from foveal.quickstart.tiny import build_tiny
+from foveal.types import Prompt
+from tests.data_support import builder_of, noise, write_lines
+
+
+@pytest.fixture(scope="module")
+def processing(tmp_path_factory: pytest.TempPathFactory) -> Processing:
+    folder = build_tiny(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
+    return load_processing(str(folder), min_pixels=3136, max_pixels=200_000)
+
+
+def build(processing: Processing, folder: Path, row: dict[str, Any], **options: Any) -> Prompt:
+    for index in range(3):
+        noise(56, 56 + 28 * index, index).save(folder / f"{index}.png")
+    spec = write_lines(folder / "rows.jsonl", [{"answer": "a", **row}])
+    return builder_of(processing, spec, image_dir=str(folder), **options).build(0, "train-0-0")
+
+
+def text_of(processing: Processing, prompt: Prompt) -> str:
+    return processing.tokenizer.decode(prompt.token_ids)
+
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def test_pictures_stand_where_the_marks_are(processing: Processing, tmp_path: Path) -> None:
+    row = {"prompt": "a <image> b<image>", "images": ["0.png", "1.png"]}
+    prompt = build(processing, tmp_path, row)
+    assert f"user\na {IMAGE} b{IMAGE}<|im_end|>" in text_of(processing, prompt)
+    assert [medium.data for medium in prompt.media] == [(tmp_path / f"{i}.png").read_bytes() for i in (0, 1)]
+    assert prompt.features["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6]]
+
+
+def test_prompt_carries_answer_and_other_columns(processing: Processing, tmp_path: Path) -> None:
+    row = {"prompt": "<image>q", "images": ["0.png"], "answer": [1, "x"], "level": 3}
+    prompt = build(processing, tmp_path, row)
+    assert prompt.answer == [1, "x"]
+    assert prompt.row == {"prompt": "<image>q", "answer": [1, "x"], "level": 3}
+    assert (prompt.uid, prompt.row_index) == ("train-0-0", 0)
+
+
+def test_chat_messages_keep_their_roles_and_the_last_question_is_formatted(
+    processing: Processing, tmp_path: Path
+) -> None:
+    (tmp_path / "f.jinja").write_text("[{{ content }}]\n")
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "two"}]},
+    ]
+    row = {"prompt": messages, "images": ["0.png"]}
+    text = text_of(processing, build(processing, tmp_path, row, format_prompt=str(tmp_path / "f.jinja")))
+    assert "system\nbe brief<|im_end|>" in text
+    assert "user\none<|im_end|>" in text
+    assert f"user\n[{IMAGE}two]<|im_end|>" in text
+
+
+def test_format_prompt_sees_every_column(processing: Processing, tmp_path: Path) -> None:
+    (tmp_path / "f.jinja").write_text("  {{ content }} (level {{ level }})\n\n")
+    prompt = build(processing, tmp_path, {"prompt": "q", "level": 3}, format_prompt=str(tmp_path / "f.jinja"))
+    assert "user\nq (level 3)<|im_end|>" in text_of(processing, prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{{ contnet }}", ["f.jinja", "'contnet' is undefined", "content, answer, prompt", "row 0"]),
+        ("{% if %}", ["f.jinja, line 1"]),
+        (None, ["no file", "f.jinja"]),
+    ],
+)
+def test_wrong_format_prompt_is_named(
+    processing: Processing, tmp_path: Path, template: str | None, parts: list[str]
+) -> None:
+    if template is not None:
+        (tmp_path / "f.jinja").write_text(template)
+    with pytest.raises(DataError) as error:
+        build(processing, tmp_path, {"prompt": "q"}, format_prompt=str(tmp_path / "f.jinja"))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"prompt": "q", "images": ["0.png"]}, ["row 0", "0 <image> marks, 1 image."]),
+        ({"prompt": "<image><image>q", "images": ["0.png"]}, ["2 <image> marks, 1 image."]),
+        ({"prompt": "<image>q", "images": ["0.png", "1.png"]}, ["1 <image> mark, 2 images."]),
+        ({"prompt": "<image>q"}, ["1 <image> mark, 0 images.", "No row has a column 'images'", "answer, prompt"]),
+        ({"prompt": "<video>q"}, ["1 <video> mark, 0 videos"]),
+        ({"prompt": "<video>q", "videos": ["a.mp4"]}, ["row 0", "1 video", "not supported yet"]),
+        ({"prompt": 3}, ["row 0", "'prompt' is a int"]),
+        ({"prompt": [{"role": "system", "content": "x"}]}, ["no message of the role user"]),
+    ],
+)
+def test_wrong_row_is_named(processing: Processing, tmp_path: Path, row: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        build(processing, tmp_path, row)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_row_without_the_answer_is_named(processing: Processing, tmp_path: Path) -> None:
+    spec = write_lines(tmp_path / "a.jsonl", [{"prompt": "q", "answer": 1}, {"prompt": "q"}])
+    with pytest.raises(DataError, match="row 1 .* has no 'answer'"):
+        builder_of(processing, spec).draft(1)
+
+
+def test_quoted_placeholder_is_no_picture(processing: Processing, tmp_path: Path) -> None:
+    row = {"prompt": "<image>what is <|image_pad|> and <|vision_start|>?", "images": ["0.png"]}
+    prompt = build(processing, tmp_path, row)
+    assert prompt.token_ids.count(processing.image_token_id) == 1
+
+
+def test_text_model_refuses_pictures(tmp_path: Path) -> None:
+    text_model = load_processing(str(build_tiny(tmp_path / "m", "qwen3")))
+    assert build(text_model, tmp_path, {"prompt": "q"}).features == {}
+    with pytest.raises(ModelError, match="row 0 .* has 1 image, but the model takes text only .*'qwen3'"):
+        build(text_model, tmp_path, {"prompt": "<image>q", "images": ["0.png"]})
+
+
+@pytest.mark.parametrize("fault", ["placeholder", "visual token", "patch", "medium", "text token"])
+def test_proof_finds_every_disagreement(processing: Processing, tmp_path: Path, fault: str) -> None:
+    prompt = build(processing, tmp_path, {"prompt": "<image>q", "images": ["0.png"]})
+    image = processing.image_token_id
+    if fault == "placeholder":
+        prompt.token_ids.append(image)
+    elif fault == "visual token":
+        prompt.expanded_ids.remove(image)
+    elif fault == "patch":
+        prompt.features["pixel_values"] = prompt.features["pixel_values"][1:]
+    elif fault == "medium":
+        prompt.media.append(prompt.media[0])
+    else:
+        prompt.expanded_ids[0] += 1
+    with pytest.raises(DataError, match=r"row 0 \(train-0-0\)"):
+        check_prompt(prompt, processing)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+
+from foveal.data.source import load_rows, parse_spec
+from foveal.errors import DataError
+from tests.data_support import encoded, noise, write_lines
+
+ROW = {"prompt": "q", "answer": "a"}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a network connection was attempted")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def write_parquet(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+
+
+def test_jsonl_keeps_each_rows_own_types(tmp_path: Path) -> None:
+    answers = [3, "three", [3], None, {"x": 1}]
+    rows = load_rows(write_lines(tmp_path / "a.jsonl", [{"prompt": "q", "answer": a} for a in answers]))
+    assert [row["answer"] for row in rows] == answers
+
+
+def test_jsonl_columns_are_those_of_any_row(tmp_path: Path) -> None:
+    rows = load_rows(write_lines(tmp_path / "a.jsonl", [ROW, {**ROW, "images": []}]))
+    assert rows.columns == ["prompt", "answer", "images"]
+
+
+def test_broken_json_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "q"}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3 is not valid JSON"):
+        load_rows(str(path))
+
+
+def test_json_list_and_json_lines_in_a_json_file(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps([ROW, ROW], indent=2))
+    write_lines(tmp_path / "lines.json", [ROW, ROW, ROW])
+    assert len(load_rows(str(tmp_path / "list.json"))) == 2
+    assert len(load_rows(str(tmp_path / "lines.json"))) == 3
+
+
+def test_csv_cells_stay_strings(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,answer,images\n"<image>a, b?",0123,red.png\n')
+    assert load_rows(str(tmp_path / "a.csv"))[0] == {"prompt": "<image>a, b?", "answer": "0123", "images": "red.png"}
+
+
+def test_csv_row_with_a_missing_cell_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\nq,a\nq\n")
+    with pytest.raises(DataError, match="row 1"):
+        load_rows(str(tmp_path / "a.csv"))
+
+
+def test_parquet_pictures_stay_encoded(tmp_path: Path) -> None:
+    picture = encoded(noise(8, 8))
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "one": datasets.Image(), "images": datasets.List(datasets.Image())}
+    )
+    item = {"bytes": picture, "path": None}
+    rows = {"prompt": ["q"], "one": [item], "images": [[item, item]]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "a.parquet"))
+    row = load_rows(str(tmp_path / "a.parquet"))[0]
+    assert row["one"] == item
+    assert row["images"] == [item, item]
+    assert not isinstance(row["one"], Image.Image)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_folder_split_is_chosen_by_shard_names(tmp_path: Path, split: str) -> None:
+    (tmp_path / "README.md").write_text("# data")
+    (tmp_path / ".gitattributes").write_text("x")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    for name, count in (("train-00000-of-00002", 2), ("train-00001-of-00002", 1), ("test-00000-of-00001", 4)):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", [{**ROW, "n": i} for i in range(count)])
+    rows = load_rows(f"{tmp_path}@{split}")
+    assert [row["n"] for row in rows] == ([0, 1, 0] if split == "train" else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("val.jsonl", "validation"), ("dev/part.jsonl", "val"), ("my_eval_set.jsonl", "test"), ("rows.jsonl", "train")],
+)
+def test_folder_split_words(tmp_path: Path, name: str, split: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_lines(tmp_path / name, [ROW])
+    assert len(load_rows(f"{tmp_path}@{split}")) == 1
+
+
+def test_unknown_split_names_folder_and_splits(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [ROW])
+    write_lines(tmp_path / "test.jsonl", [ROW])
+    with pytest.raises(DataError) as error:
+        load_rows(f"{tmp_path}@validation")
+    assert str(tmp_path) in str(error.value)
+    assert "it has: test, train" in str(error.value)
+
+
+def test_folder_with_two_file_types_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [ROW])
+    (tmp_path / "b.csv").write_text("prompt,answer\nq,a\n")
+    with pytest.raises(DataError, match="mixes file types"):
+        load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [("[:3]", [0, 1, 2]), ("[8:]", [8, 9]), ("[-2:]", [8, 9]), ("[20%:50%]", [2, 3, 4]), ("", list(range(10)))],
+)
+def test_part_of_a_split(tmp_path: Path, part: str, expected: list[int]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{**ROW, "n": i} for i in range(10)])
+    assert [row["n"] for row in load_rows(f"{path}@train{part}")] == expected
+
+
+def test_single_file_takes_any_split_name(tmp_path: Path) -> None:
+    assert len(load_rows(write_lines(tmp_path / "a.jsonl", [ROW]) + "@test")) == 1
+
+
+def test_path_with_an_at_sign(tmp_path: Path) -> None:
+    assert len(load_rows(write_lines(tmp_path / "data@v1.jsonl", [ROW]))) == 1
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(DataError, match=r"no file or folder nowhere/rows\.jsonl .*hub id"):
+        load_rows("nowhere/rows.jsonl@train")
+
+
+def test_empty_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(write_lines(tmp_path / "a.jsonl", []))
+
+
+def test_missing_column_suggests_the_nearest(tmp_path: Path) -> None:
+    rows = load_rows(write_lines(tmp_path / "a.jsonl", [{"problem": "q", "answer": "a"}]))
+    with pytest.raises(DataError) as error:
+        rows.require("problems", "data.prompt_key")
+    for part in ("'problems'", "data.prompt_key", "a.jsonl", "problem, answer", "Did you mean 'problem'"):
+        assert part in str(error.value)
+
+
+def test_hub_id_with_subset_and_part() -> None:
+    spec = parse_spec("hiyouga/geometry3k:main@test[:5%]")
+    assert (spec.path, spec.local, spec.subset, spec.split, spec.stop) == (
+        "hiyouga/geometry3k",
+        False,
+        "main",
+        "test",
+        "5%",
+    )
+
+
+def test_modelscope_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    monkeypatch.setitem(__import__("sys").modules, "modelscope", None)
+    with pytest.raises(DataError, match="pip install modelscope"):
+        load_rows("owner/name@train")
