@@ -20,6 +20,8 @@ def evaluate(config: Config, model: str | None = None) -> int:
     """Scores a model on `data.val_files`.
 
     Args:
+        config: its `checkpoint_dir` gets a folder `eval` for logs and samples, so that a training run's own stay as
+            they are.
         model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else
             `worker.actor.model.model_path`.
 
@@ -43,12 +45,13 @@ def evaluate(config: Config, model: str | None = None) -> int:
     rewards.start()
     workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
     step = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
-    trackers = Trackers(config, config.trainer.checkpoint_dir, resume_step=step)
+    trackers = Trackers(config, config.trainer.checkpoint_dir / "eval", resume_step=step)
     timings: dict[str, float] = {}
     try:
         with timer(timings, "validation"):
             metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
-        trackers.log(metrics | timing_metrics(timings), step)
+        metrics |= timing_metrics(timings)
+        trackers.log(metrics, step)
         trackers.log_samples(samples, step)
         console.validation_line(step, metrics)
     finally:

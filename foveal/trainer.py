@@ -62,6 +62,7 @@ class Trainer:
         self.step = 0
         self.saved_step = 0
         self.val_scores: dict[int, float] = {}
+        self.record: Metrics = {}
         self._loader_state = self.loader.state_dict()
         self._resume()
         self.trackers = Trackers(config, self.root, resume_step=self.step)
@@ -96,12 +97,14 @@ class Trainer:
         trainer = self.config.trainer
         if self.step == 0 and trainer.val_before_train:
             self.validate()
+            self._write_record()
         while self.step < self.total_steps:
             self.train_step()
             if trainer.val_freq > 0 and self.step % trainer.val_freq == 0:
                 self.validate()
             if trainer.save_freq > 0 and self.step % trainer.save_freq == 0:
                 self.save()
+            self._write_record()
             self.signals.check()
         if self.step not in self.val_scores:
             self.validate()
@@ -126,7 +129,7 @@ class Trainer:
                 metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
         self.step = step
         self._loader_state = self.loader.state_dict()
-        self._log_step(groups, metrics, timings)
+        self._record_step(groups, metrics, timings)
 
     def _collect(self, step: int, timings: dict[str, float]) -> tuple[list[Group], Metrics]:
         with self.signals.interruptible(), console.phase(f"step {step}: answers", None) as advance:
@@ -139,11 +142,12 @@ class Trainer:
         timings: dict[str, float] = {}
         with timer(timings, "validation"), self.signals.interruptible():
             metrics, samples = self.validator.run(self.step, {})
-        self.val_scores = {self.step: metrics["val/reward_score"]}
-        self.trackers.log(metrics | timing_metrics(timings), self.step)
+        if "val/reward_score" in metrics:
+            self.val_scores = {self.step: metrics["val/reward_score"]}
+        metrics |= timing_metrics(timings)
+        self.record |= metrics
         self.trackers.log_samples(samples, self.step)
         console.validation_line(self.step, metrics)
-        draw_curve(self.trackers.log_file, self.root / "curve.png")
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class Trainer:
         with timer(timings, "save_checkpoint"):
             self.checkpoints.save(self.step, write, self.val_scores.get(self.step), state=self._state())
         self.saved_step = self.step
-        self.trackers.log(timing_metrics(timings), self.step)
+        self.record |= timing_metrics(timings)
         console.note(f"saved {self.checkpoints.folder(self.step)}")
 
     def _state(self) -> dict[str, Any]:
@@ -191,7 +195,7 @@ class Trainer:
 
     # -- the record ---------------------------------------------------------------------------------------------
 
-    def _log_step(self, groups: list[Group], metrics: Metrics, timings: dict[str, float]) -> None:
+    def _record_step(self, groups: list[Group], metrics: Metrics, timings: dict[str, float]) -> None:
         answers = [len(r.token_ids) for g in groups for r in g.trained]
         prompts = sum(len(g.prompt.expanded_ids) * len(g.trained) for g in groups)
         total = sum(answers) + prompts
@@ -201,12 +205,22 @@ class Trainer:
         metrics |= timing_metrics(timings, sum(answers), total)
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
         metrics |= self.workers.utilisation(total, timings["update_actor"])
-        self.trackers.log(metrics, self.step)
+        self.record |= metrics
         console.step_line(self.step, self.total_steps, metrics)
+
+    def _write_record(self) -> None:
+        """Logs everything that is known of the current step, as one record."""
+        if not self.record:
+            return
+        self.trackers.log(self.record, self.step)
+        if any(name.startswith("val/") for name in self.record):
+            draw_curve(self.trackers.log_file, self.root / "curve.png")
+        self.record = {}
 
     def close(self) -> None:
         """Ends the reward processes and writes out what the trackers hold."""
         self.rewards.close()
         self.val_rewards.close()
+        self._write_record()
         draw_curve(self.trackers.log_file, self.root / "curve.png")
         self.trackers.close()

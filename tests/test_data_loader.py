@@ -183,7 +183,7 @@ def test_missing_mark_stops_the_run_with_and_without_filter(
     rows = picture_rows(tmp_path, 9)
     rows[5]["prompt"] = "no mark"
     config = config_of(tmp_path, rows, filter_overlong_prompts=filtered)
-    with pytest.raises(DataError, match="row 5 .*: 0 <image> marks, 1 image"):
+    with pytest.raises(DataError, match=r"row 5 .*: 0 <image> marks, 1 image"):
         open_loader(config, processing, "train")
 
 

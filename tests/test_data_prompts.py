@@ -113,7 +113,7 @@ def test_wrong_row_is_named(processing: Processing, tmp_path: Path, row: dict[st
 
 def test_row_without_the_answer_is_named(processing: Processing, tmp_path: Path) -> None:
     spec = write_lines(tmp_path / "a.jsonl", [{"prompt": "q", "answer": 1}, {"prompt": "q"}])
-    with pytest.raises(DataError, match="row 1 .* has no 'answer'"):
+    with pytest.raises(DataError, match=r"row 1 .* has no 'answer'"):
         builder_of(processing, spec).draft(1)
 
 
@@ -126,7 +126,7 @@ def test_quoted_placeholder_is_no_picture(processing: Processing, tmp_path: Path
 def test_text_model_refuses_pictures(tmp_path: Path) -> None:
     text_model = load_processing(str(build_tiny(tmp_path / "m", "qwen3")))
     assert build(text_model, tmp_path, {"prompt": "q"}).features == {}
-    with pytest.raises(ModelError, match="row 0 .* has 1 image, but the model takes text only .*'qwen3'"):
+    with pytest.raises(ModelError, match=r"row 0 .* has 1 image, but the model takes text only .*'qwen3'"):
         build(text_model, tmp_path, {"prompt": "<image>q", "images": ["0.png"]})
 
 

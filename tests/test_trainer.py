@@ -125,9 +125,9 @@ def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
     for name, model in (("a", run / "global_step_1"), ("b", run / "global_step_1" / "actor" / "huggingface")):
         out = tmp_path / name
         assert main(["eval", str(model), *args, f"trainer.save_checkpoint_path={out}"]) == 0
-        (record,) = read_log(out)
+        (record,) = read_log(out / "eval")
         scores.append((record["val"], record["val_response_length"]))
-        assert (out / "generations.log").read_text()
+        assert (out / "eval" / "generations.log").read_text()
         assert not list(out.glob("global_step_*"))
     assert scores[0] == scores[1]
     final = [r for r in read_log(run) if "val" in r][-1]
@@ -136,5 +136,5 @@ def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
 
 def test_val_only_scores_the_model_path(tmp_path: Path) -> None:
     assert main(["train", *small_run(tmp_path, "qwen2_5_vl", "trainer.val_only=true")]) == 0
-    (record,) = read_log(tmp_path / "run")
+    (record,) = read_log(tmp_path / "run" / "eval")
     assert "reward_score" in record["val"] and "actor" not in record
