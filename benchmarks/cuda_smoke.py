@@ -96,6 +96,7 @@ def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
             "algorithm.kl_penalty=low_var_kl",
             "trainer.max_steps=2",
             "trainer.n_gpus_per_node=1",
+            "trainer.save_model_only=true",
             "trainer.val_before_train=false",
             "trainer.logger=[console]",
             f"trainer.save_checkpoint_path={run}",

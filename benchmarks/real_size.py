@@ -51,7 +51,7 @@ def build_qwen2_5_vl(folder: Path, size: str, *, layers: int | None = None) -> P
 
     Args:
         size: "3B" or "7B".
-        layers: fewer decoder layers, for trying a script out.
+        layers: so many decoder and vision layers and a small vocabulary, for trying a script out on a CPU.
     """
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -60,13 +60,16 @@ def build_qwen2_5_vl(folder: Path, size: str, *, layers: int | None = None) -> P
     for name, value in QWEN2_5_VL[size]["text"].items():
         setattr(config.text_config, name, value if name != "num_hidden_layers" else layers or value)
     text = config.text_config
-    text.vocab_size = 151936
+    if layers is None:
+        text.vocab_size = 151936
     text.head_dim = 128
     text.layer_types = ["full_attention"] * text.num_hidden_layers
     text.rope_parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     text.initializer_range = 0.02
     for name, value in VISION.items():
         setattr(config.vision_config, name, value)
+    if layers is not None:
+        config.vision_config.depth, config.vision_config.fullatt_block_indexes = layers, [layers - 1]
     config.vision_config.out_hidden_size = text.hidden_size
     config.vision_config.initializer_range = 0.02
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,14 +13,17 @@ from foveal.types import Group, Prompt, Response
 def random_groups(
     model: Any, pictures: list[int], *, answers: int = 3, longest: int = 7, seed: int = 0, rewards: bool = True
 ) -> list[Group]:
-    """One group per entry of `pictures`, with that many pictures of different sizes in its prompt."""
+    """One group per entry of `pictures`, with that many pictures of different sizes in its prompt.
+
+    Token ids start at 10: the ones below stand for pictures and turns in the tiny tokenizers.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for index, count in enumerate(pictures):
         ids, features = _prompt(model, count, rng)
         responses = [
             Response(
-                token_ids=rng.integers(0, 200, size=int(rng.integers(1, longest + 1))),
+                token_ids=rng.integers(10, 200, size=int(rng.integers(1, longest + 1))),
                 logprobs=np.zeros(0, np.float32),
                 finish_reason="stop",
                 rewards={"overall": float(rng.normal())} if rewards else {},
@@ -33,7 +36,7 @@ def random_groups(
 
 
 def _prompt(model: Any, count: int, rng: np.random.Generator) -> tuple[list[int], dict[str, torch.Tensor]]:
-    ids = rng.integers(0, 200, size=int(rng.integers(2, 6))).tolist()
+    ids = rng.integers(10, 200, size=int(rng.integers(2, 6))).tolist()
     if not count:
         return ids, {}
     config = model.config
@@ -43,7 +46,7 @@ def _prompt(model: Any, count: int, rng: np.random.Generator) -> tuple[list[int]
         height, width = (2 * int(n) for n in rng.integers(1, 4, size=2))
         grids.append([1, height, width])
         ids += [config.vision_start_token_id, *[config.image_token_id] * (height * width // 4)]
-        ids += [config.vision_end_token_id, int(rng.integers(0, 200))]
+        ids += [config.vision_end_token_id, int(rng.integers(10, 200))]
     patches = sum(h * w for _, h, w in grids)
     size = 3 * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.from_numpy(rng.normal(size=(patches, size)).astype(np.float32))

@@ -165,23 +165,26 @@ def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None =
     Raises:
         PictureError: damaged, truncated (never padded), not a picture, or more than `MAX_PIXELS`.
     """
+    height, width = picture_size(data, name)
     try:
-        with _open(io.BytesIO(data), name) as image:
-            orientation = _orientation(image)
-            width, height = image.size
-            with _large if width * height > ONE_AT_A_TIME_ABOVE else nullcontext():
-                if target is not None and width * height > SHRINK_ABOVE:
-                    pixels = _shrunk(image, target, orientation in TURNED)
-                else:
-                    pixels = _on_white(_eight_bit(image))
-            return pixels.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else pixels
+        # The lock goes round the whole decoding: a picture's memory is freed when `_decode` returns.
+        with _large if width * height > ONE_AT_A_TIME_ABOVE else nullcontext():
+            return _decode(data, name, target if width * height > SHRINK_ABOVE else None)
     except PictureError:
         raise
     except Exception as error:  # decoders raise almost anything on damaged files
         raise PictureError(f"{name}: {error}") from error
 
 
-def _open(place: bytes | Path | io.BytesIO, name: str) -> ImageFile.ImageFile:
+def _decode(data: bytes, name: str, target: Callable[[Size], Size] | None) -> Image.Image:
+    with _open(data, name) as image:
+        orientation = _orientation(image)
+        turned = orientation in TURNED
+        pixels = _shrunk(image, target, turned) if target is not None else _on_white(_eight_bit(image))
+        return pixels.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else pixels
+
+
+def _open(place: bytes | Path, name: str) -> ImageFile.ImageFile:
     try:
         image = Image.open(io.BytesIO(place) if isinstance(place, bytes) else place)
     except Image.DecompressionBombError as error:

@@ -145,7 +145,7 @@ def reference_attention(
     q, k, v = (x[tokens].transpose(1, 2) for x in (query, key, value))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(1, 2)
-    result = torch.empty_like(query)
+    result = out.new_empty(query.shape)
     result[tokens[filled]] = out[filled]
     return result
 

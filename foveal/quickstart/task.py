@@ -1,6 +1,6 @@
-"""A picture task made by code: how many shapes are in the picture, and what colour are they?
+"""A picture task made by code: how tall is the bar, and what colour is it?
 
-Every row asks the same question, so nothing but the picture tells the answer (one of 36).
+Every row asks the same question, so nothing but the picture tells the answer (one of 48).
 
     python -m foveal.quickstart.task FOLDER --seed 1
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-QUESTION = "<image>How many shapes are there and what colour are they?"
+QUESTION = "<image>How tall is the bar and what colour is it?"
 COLOURS = {
     "red": (214, 39, 40),
     "green": (44, 160, 44),
@@ -25,61 +25,45 @@ COLOURS = {
     "purple": (148, 60, 189),
     "black": (20, 20, 20),
 }
-SHAPES = ("circle", "square", "triangle")
-MAX_COUNT = 6
+MAX_HEIGHT = 8
 SIDE = 96
 """Width and height of a picture in pixels."""
-SPLIT_ROWS = {"warmup": 4096, "train": 2048, "val": 256, "test": 512}
-"""Rows of each split: supervised warm-up, GRPO, validation during the run, test after it. Pictures differ between all."""
+UNIT = 11
+"""Pixels of the bar per unit of its height."""
+SPLIT_ROWS = {"warmup": 4096, "train": 4096, "val": 256, "test": 512}
+"""Rows of each split, with pictures of its own: warm-up, GRPO, validation during the run, test after it."""
 
 
-def draw(count: int, colour: str, rng: random.Random) -> Image.Image:
-    """A picture of `count` shapes of one colour that do not touch, of mixed kinds and sizes, on a light ground."""
+def draw(height: int, colour: str, rng: random.Random) -> Image.Image:
+    """A picture of one bar, `height` units tall, that stands on a line; place, width, shade and ground vary."""
     ground = rng.randint(215, 255)
     image = Image.new("RGB", (SIDE, SIDE), (ground, ground, ground))
     pen = ImageDraw.Draw(image)
-    for x, y, radius in _places(count, rng):
-        fill = tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in COLOURS[colour])
-        box = (x - radius, y - radius, x + radius, y + radius)
-        kind = rng.choice(SHAPES)
-        if kind == "circle":
-            pen.ellipse(box, fill=fill)
-        elif kind == "square":
-            pen.rectangle(box, fill=fill)
-        else:
-            pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=fill)
+    fill = tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in COLOURS[colour])
+    width = rng.randint(10, 30)
+    left = rng.randint(2, SIDE - 3 - width)
+    floor = SIDE - 4
+    pen.rectangle((left, floor - height * UNIT, left + width, floor), fill=fill)
+    pen.line((0, floor + 1, SIDE, floor + 1), fill=(0, 0, 0))
     return image
 
 
-def _places(count: int, rng: random.Random) -> list[tuple[int, int, int]]:
-    """Centre and radius of each shape; starts afresh when the last ones find no room."""
-    while True:
-        places: list[tuple[int, int, int]] = []
-        for _ in range(200):
-            radius = rng.randint(7, 11)
-            x, y = (rng.randint(radius + 1, SIDE - radius - 2) for _ in range(2))
-            if all(max(abs(x - u), abs(y - v)) > radius + r + 2 for u, v, r in places):
-                places.append((x, y, radius))
-            if len(places) == count:
-                return places
-
-
 def make_rows(split: str, rows: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of a split with columns problem, answer ("4 red") and images ([{"bytes": PNG, "path": None}]).
+    """Rows of a split: problem, answer ("4 red": height and colour), images ([{"bytes": PNG, "path": None}]).
 
-    Every count comes with every colour equally often (to within one row), in random order. The same split and seed
+    Every height comes with every colour equally often (to within one row), in random order. The same split and seed
     give the same rows.
     """
     rng = random.Random(zlib.crc32(split.encode()) + 1_000_003 * seed)
-    answers = [(1 + i % MAX_COUNT, list(COLOURS)[i // MAX_COUNT % len(COLOURS)]) for i in range(rows)]
+    answers = [(1 + i % MAX_HEIGHT, list(COLOURS)[i // MAX_HEIGHT % len(COLOURS)]) for i in range(rows)]
     rng.shuffle(answers)
     return [
         {
             "problem": QUESTION,
-            "answer": f"{count} {colour}",
-            "images": [{"bytes": _png(draw(count, colour, rng)), "path": None}],
+            "answer": f"{height} {colour}",
+            "images": [{"bytes": _png(draw(height, colour, rng)), "path": None}],
         }
-        for count, colour in answers
+        for height, colour in answers
     ]
 
 

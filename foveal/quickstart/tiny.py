@@ -68,7 +68,7 @@ CHAT_TEMPLATE = """\
 """
 # Words whose merges make the questions and answers of the picture tasks short.
 CORPUS = (
-    "How many shapes are there and what colour are they? <answer>4 red</answer> <answer>6 yellow</answer>",
+    "How tall is the bar and what colour is it? How many shapes are there? <answer>4 red</answer>",
     "red green blue yellow purple orange teal brown gray black white one two three four five six",
     "a circle square triangle rectangle star bar picture image number height answer question count name",
     "What is the colour of the shape? Which shape is in the image? Is there a green square? yes no",
@@ -76,6 +76,12 @@ CORPUS = (
     "Think first, then give the final answer in the tags <think> </think> <answer> </answer> \\boxed{12}",
 )
 HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
+
+_PROCESSORS: dict[Family, Any] = {
+    "qwen3_vl": Qwen3VLProcessor,
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "qwen2_vl": Qwen2VLProcessor,
+}
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def _config(
         "eos_token_id": ids["<|im_end|>"],
         "tie_word_embeddings": tie,
     }
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": -(-len(tokenizer) // 8) * 8,
         "hidden_size": shape.width,
         "intermediate_size": 2 * shape.width,
@@ -198,13 +204,13 @@ def _config(
     if family == "llama":
         return LlamaConfig(**text)
 
-    vision = {
+    vision: dict[str, Any] = {
         "depth": shape.vision_layers,
         "num_heads": shape.vision_width // HEAD_DIM,
         "initializer_range": initializer_range,
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    media = {
+    media: dict[str, Any] = {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
@@ -242,13 +248,10 @@ def _processor(family: Family, tokenizer: PreTrainedTokenizerFast) -> Any:
         "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": (64 * patch) ** 2},
     }
     if family == "qwen3_vl":
-        half = [0.5, 0.5, 0.5]
-        options |= {"image_mean": half, "image_std": half}
-        image, video = Qwen2VLImageProcessor(**options), Qwen3VLVideoProcessor(**options)
-        return Qwen3VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
-    image, video = Qwen2VLImageProcessor(**options), Qwen2VLVideoProcessor(**options)
-    processor_class = Qwen2_5_VLProcessor if family == "qwen2_5_vl" else Qwen2VLProcessor
-    return processor_class(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
+        options |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    image = Qwen2VLImageProcessor(**options)
+    video = (Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor)(**options)
+    return _PROCESSORS[family](image, tokenizer, video, chat_template=CHAT_TEMPLATE)
 
 
 def main() -> None:
