@@ -88,7 +88,9 @@ def picture_rows(folder: Path, count: int, *, width: int = 672, height: int = 44
         picture = Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
         path = folder / f"{index}.png"
         picture.save(path, compress_level=1)
-        rows.append({"problem": "<image>" + "What does this show? " * 8, "answer": str(index % 7), "images": [path.name]})
+        rows.append(
+            {"problem": "<image>" + "What does this show? " * 8, "answer": str(index % 7), "images": [path.name]}
+        )
     out = folder / "rows.jsonl"
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return out

@@ -51,14 +51,12 @@ class Trainer:
         self.rewards.start()
         self.val_rewards.start()
         self.workers = start_workers(config, self.processing, train=True)
-        self.validator = val_loader and Validator(
-            config, val_loader, self.workers, self.val_rewards, self.processing
+        self.validator = (
+            Validator(config, val_loader, self.workers, self.val_rewards, self.processing) if val_loader else None
         )
         self.collector = Collector(config, self.loader, self.workers, self.rewards)
         algorithm = config.algorithm
-        self.kl = KLController(
-            algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon
-        )
+        self.kl = KLController(algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon)
         self.step = 0
         self.saved_step = 0
         self.val_scores: dict[int, float] = {}
@@ -106,7 +104,8 @@ class Trainer:
                 self.save()
             self._write_record()
             self.signals.check()
-        if self.step not in self.val_scores:
+        wanted = trainer.val_before_train or trainer.val_freq > 0
+        if wanted and self.step not in self.val_scores:
             self.validate()
         if self.saved_step != self.step:
             self.save()
@@ -152,7 +151,7 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes `global_step_N`, whole or not at all, judged by a validation of these very weights if there was one."""
+        """Writes `global_step_N`, whole or not at all, judged by a validation of these very weights if there is one."""
         timings: dict[str, float] = {}
 
         def write(folder: Path) -> None:

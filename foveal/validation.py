@@ -42,9 +42,7 @@ class Validator:
         counts: Metrics = {}
         with console.phase("validation", len(self.loader)) as advance:
             for prompts in self.loader.batches():
-                scored, metrics = generate_and_score(
-                    prompts, sampling, self.workers, self.rewards, timings, advance
-                )
+                scored, metrics = generate_and_score(prompts, sampling, self.workers, self.rewards, timings, advance)
                 groups += scored
                 for name, value in metrics.items():
                     counts[f"val_{name}"] = counts.get(f"val_{name}", 0.0) + value

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without installing
 
-from foveal.train.export import merge_command
+from foveal.cli import main
 
 if __name__ == "__main__":
-    sys.exit(merge_command(sys.argv[1:]))
+    sys.exit(main(["merge", *sys.argv[1:]]))

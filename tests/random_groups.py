@@ -53,7 +53,9 @@ def _prompt(model: Any, count: int, rng: np.random.Generator) -> tuple[list[int]
     return ids, {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
 
 
-def naive_logprobs(model: Any, group: Group, response: Response, forbidden: list[int], temperature: float) -> torch.Tensor:
+def naive_logprobs(
+    model: Any, group: Group, response: Response, forbidden: list[int], temperature: float
+) -> torch.Tensor:
     """(L,) by a plain sdpa forward of prompt and answer alone, logits and all."""
     prompt = group.prompt
     ids = torch.tensor([[*prompt.expanded_ids, *response.token_ids.tolist()]])

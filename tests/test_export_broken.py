@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foveal.train.export import merge_command
+from foveal.cli import main
 from tests.model_helpers import Trained, load, trained
 
 
@@ -28,7 +28,7 @@ def actor(saved: Path, tmp_path: Path) -> Path:
 def merge(actor: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """Merges, expecting failure; returns what was printed as the error."""
     capsys.readouterr()
-    assert merge_command(["--local_dir", str(actor), *options]) == 1
+    assert main(["merge", "--local_dir", str(actor), *options]) == 1
     out, err = capsys.readouterr()
     assert "saved" not in out.lower() and "done" not in out.lower()
     with pytest.raises((OSError, ValueError)):  # no weights, or not even a configuration
@@ -83,7 +83,7 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_earlier_export_survives_a_later_damage(actor: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert merge_command(["--local_dir", str(actor)]) == 0
+    assert main(["merge", "--local_dir", str(actor)]) == 0
     (actor / "__0_0.distcp").unlink()
-    assert merge_command(["--local_dir", str(actor)]) == 1
+    assert main(["merge", "--local_dir", str(actor)]) == 1
     load(actor / "huggingface", "auto")

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
+from foveal.cli import main
 from foveal.errors import ConfigError
 from foveal.quickstart.tiny import Family
-from foveal.train.export import export, merge_command
+from foveal.train.export import export
 from tests.model_helpers import TEXT, Trained, load, same_tensors, trained
 
 
@@ -108,7 +109,7 @@ def test_script_runs_from_a_checkout(run: Trained, tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(script), "--local_dir", str(tmp_path / "global_step_1" / "actor")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Saved" in done.stdout and "global_step_1/actor/huggingface" in done.stdout
+    assert "saved" in done.stdout and "global_step_1/actor/huggingface" in done.stdout
     load(tmp_path / "global_step_1" / "actor" / "huggingface", "auto")
 
 
@@ -117,6 +118,6 @@ def test_a_failed_upload_is_an_error_that_says_where_the_model_lies(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     run.save(tmp_path / "actor")
-    assert merge_command(["--local_dir", str(tmp_path / "actor"), "--hf_upload_path", "me/model"]) == 1
+    assert main(["merge", "--local_dir", str(tmp_path / "actor"), "--hf_upload_path", "me/model"]) == 1
     error = capsys.readouterr().err
     assert "me/model: the upload failed" in error and "actor/huggingface" in error

@@ -39,9 +39,7 @@ def test_equals_whole_logits(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_forbidden_target_is_impossible_but_finite() -> None:
     hidden, weight = torch.randn(1, 4), torch.randn(20, 4)
-    logprob = head.token_logprobs(
-        hidden, weight, None, torch.tensor([3]), temperature=1.0, forbidden=torch.tensor([3])
-    )
+    logprob = head.token_logprobs(hidden, weight, None, torch.tensor([3]), temperature=1.0, forbidden=torch.tensor([3]))
     assert logprob.isfinite().all() and logprob < -1e20
 
 

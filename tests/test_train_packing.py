@@ -49,7 +49,9 @@ def packs_of(model: Any, groups: list[Group], *, shared: bool, budget: int) -> l
     ]
 
 
-def packed(model: Any, groups: list[Group], *, shared: bool, budget: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def packed(
+    model: Any, groups: list[Group], *, shared: bool, budget: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of all answers, and the gradient of their mean of squares."""
     scorer = TokenScorer(model, forbidden_ids=FORBIDDEN, temperature=TEMPERATURE, autocast=None)
     model.zero_grad()

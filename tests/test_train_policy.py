@@ -181,9 +181,7 @@ def test_learning_rate_warms_up_then_follows_the_schedule() -> None:
     base = ["worker.rollout.n=2", "worker.actor.optim.lr=1.0", "worker.actor.optim.lr_warmup_steps=2"]
     constant = load_config(base)
     assert [learning_rate(s, 6, constant) for s in (1, 2, 3, 6)] == [0.5, 1.0, 1.0, 1.0]
-    cosine = load_config(
-        [*base, "worker.actor.optim.lr_scheduler_type=cosine", "worker.actor.optim.min_lr_ratio=0.1"]
-    )
+    cosine = load_config([*base, "worker.actor.optim.lr_scheduler_type=cosine", "worker.actor.optim.min_lr_ratio=0.1"])
     rates = [learning_rate(s, 6, cosine) for s in (2, 4, 6)]
     assert rates == pytest.approx([1.0, 0.55, 0.1])
     ratio = load_config([*base[:2], "worker.actor.optim.lr_warmup_ratio=0.5"])

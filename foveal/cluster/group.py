@@ -33,9 +33,7 @@ class Workers(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-def start_workers(
-    config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None
-) -> Workers:
+def start_workers(config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None) -> Workers:
     """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process."""
     from foveal.cluster.worker import Worker
 

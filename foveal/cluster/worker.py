@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from foveal.config import Config
 from foveal.data.processing import Processing
@@ -32,14 +32,13 @@ class Worker:
         checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
     """
 
-    def __init__(
-        self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None
-    ) -> None:
+    def __init__(self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None) -> None:
         self.config = config
         self.processing = processing
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         actor = config.worker.actor
         dtype = actor.fsdp.torch_dtype or "fp32"
+        model: Any
         if checkpoint is None:
             model = self._load(dtype)
         else:
@@ -56,9 +55,7 @@ class Worker:
             if actor.model.enable_gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             experience = self._packer(actor.micro_batch_size_per_device_for_experience)
-            self.policy = Policy(
-                config, scorer, self._packer(actor.micro_batch_size_per_device_for_update), experience
-            )
+            self.policy = Policy(config, scorer, self._packer(actor.micro_batch_size_per_device_for_update), experience)
             if config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
@@ -74,7 +71,7 @@ class Worker:
             autocast_dtype=scorer.autocast,
         )
 
-    def _load(self, dtype: str) -> nn.Module:
+    def _load(self, dtype: str) -> Any:
         model = self.config.worker.actor.model
         assert model.model_path is not None
         return load_model(
@@ -85,7 +82,7 @@ class Worker:
             override_config=model.override_config,
         )
 
-    def _scorer(self, model: nn.Module) -> TokenScorer:
+    def _scorer(self, model: Any) -> TokenScorer:
         """Matrix products run in `mp_param_dtype` on a GPU, and in the weights' own type on a CPU."""
         compute = DTYPES[self.config.worker.actor.fsdp.mp_param_dtype]
         weights = next(model.parameters()).dtype
@@ -114,7 +111,7 @@ class Worker:
         self.engine.submit(prompts, sampling, self.weight_version)
         for group in self.engine.collect():
             for response in group.responses:
-                response.text = tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip)
+                response.text = str(tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip))
             yield group
 
     def old_logprobs(self, groups: Sequence[Group]) -> None:

@@ -40,8 +40,10 @@ class TrainerConfig(Section):
         default=20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
     )
     critic_warmup: NotNegative = Field(default=0, description="First steps in which only the critic is trained.")
-    val_freq: PositiveOrOff = Field(default=-1, description="Validate every so many steps; -1 means not in between.")
-    val_before_train: bool = Field(default=True, description="Validate before the first step.")
+    val_freq: PositiveOrOff = Field(
+        default=-1, description="Validate every so many steps and after the last; -1 means not in between."
+    )
+    val_before_train: bool = Field(default=True, description="Validate before the first step, and after the last.")
     val_only: bool = Field(default=False, description="Validate and stop.")
     val_generations_to_log: NotNegative = Field(
         default=0, description="Validation samples that are logged with their scores."

@@ -52,9 +52,7 @@ class Segments:
 
     @cached_property
     def _key_lengths(self) -> list[int]:
-        return [
-            n + (self.lengths[p] if p >= 0 else 0) for n, p in zip(self.lengths, self.prefix, strict=True)
-        ]
+        return [n + (self.lengths[p] if p >= 0 else 0) for n, p in zip(self.lengths, self.prefix, strict=True)]
 
     @cached_property
     def cu_k(self) -> torch.Tensor:
@@ -166,7 +164,9 @@ def _varlen(
     extra: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
     if query.shape[1] != key.shape[1] and _takes_enable_gqa():
         extra["enable_gqa"] = True
-    return varlen_attn(query, key, value, cu[0], cu[1], longest[0], longest[1], scale=scale, **extra)
+    out = varlen_attn(query, key, value, cu[0], cu[1], longest[0], longest[1], scale=scale, **extra)
+    assert isinstance(out, torch.Tensor)  # a tuple only where the log-sum-exp is asked for
+    return out
 
 
 def _takes_enable_gqa() -> bool:
@@ -253,9 +253,7 @@ def vision_attention(
     longest = int(max_length_q) if max_length_q is not None else int(lengths.max())
     if dtype is not None:
         cu = cu_seq_lens_q.to(torch.int32)
-        out = _varlen(
-            q.to(dtype), k.to(dtype), v.to(dtype), (cu, cu), (longest, longest), causal=False, scale=scaling
-        )
+        out = _varlen(q.to(dtype), k.to(dtype), v.to(dtype), (cu, cu), (longest, longest), causal=False, scale=scaling)
         return out.unsqueeze(0), None
     return _reference_vision(q, k, v, lengths, scaling).unsqueeze(0), None
 
@@ -270,34 +268,35 @@ def _reference_vision(
         out = F.scaled_dot_product_attention(split[0], split[1], split[2], scale=scale)
         return out.transpose(1, 2).reshape(q.shape)
     pieces = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), scale=scale).transpose(0, 1)
-        for part in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        F.scaled_dot_product_attention(a.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1), scale=scale).transpose(
+            0, 1
+        )
+        for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     ]
     return torch.cat(pieces)
 
 
-def _text_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+def _text_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """No mask where the segment table decides (packed, or a single unpadded call); sdpa's own for padded batches.
 
     Without a registered mask function transformers passes None for every name it doesn't know, and a left-padded batch
     would go unmasked without a word.
     """
-    if attention_mask is None:
+    if kwargs.get("attention_mask") is None:
         return None
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(*args, **kwargs)
 
 
-def install(model: nn.Module) -> None:
+def install(model: Any) -> None:
     """Registers the two attention functions and switches a model, loaded with sdpa, over to them."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(TEXT_NAME, text_attention)
     AttentionInterface.register(VISION_NAME, vision_attention)
     AttentionMaskInterface.register(TEXT_NAME, _text_mask)
-    config: Any = model.config
-    if hasattr(config, "vision_config"):
+    if hasattr(model.config, "vision_config"):
         model.set_attn_implementation({"text_config": TEXT_NAME, "vision_config": VISION_NAME})
     else:
         model.set_attn_implementation(TEXT_NAME)

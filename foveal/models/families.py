@@ -65,7 +65,5 @@ def family_of(config: dict[str, Any], model_path: str) -> Family:
     """
     model_type = config["model_type"]
     if model_type not in FAMILIES:
-        raise ModelError(
-            f"{model_path}: model type {model_type!r} is not supported. Supported: {', '.join(FAMILIES)}."
-        )
+        raise ModelError(f"{model_path}: model type {model_type!r} is not supported. Supported: {', '.join(FAMILIES)}.")
     return FAMILIES[model_type]

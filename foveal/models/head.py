@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 _MASKED = -1.0e30
@@ -56,7 +57,7 @@ def token_logprobs(
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
 
-def head_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+def head_of(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of a model's output layer."""
     head = model.get_output_embeddings()
     return head.weight, getattr(head, "bias", None)

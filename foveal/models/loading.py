@@ -39,7 +39,7 @@ def load_model(
                 f"It has: {', '.join(sorted(k for k in config.to_dict() if not k.startswith('_')))}."
             )
         setattr(config, key, value)
-    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     try:
         model = auto.from_pretrained(
             model_path,
@@ -51,7 +51,8 @@ def load_model(
     except OSError as error:
         raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
     install(model)
-    return model.to(device)
+    model.to(device)
+    return model
 
 
 def freeze_vision_tower(model: nn.Module) -> None:

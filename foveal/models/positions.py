@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ def has_mrope(model: nn.Module) -> bool:
     return hasattr(backbone(model), "get_rope_index")
 
 
-def backbone(model: nn.Module) -> nn.Module:
+def backbone(model: Any) -> Any:
     """The model without its language-model head (vision tower and decoder)."""
     return getattr(model, model.base_model_prefix)
 

@@ -74,13 +74,15 @@ def _png(image: Image.Image) -> bytes:
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Writes rows as parquet, in the layout of EasyR1's data sets (problem, answer, images)."""
-    from datasets import Dataset, Features, List, Value
+    """Writes rows as parquet, in the layout of EasyR1's data sets: problem, answer, images (decoded by `datasets`)."""
+    import pyarrow
+    from datasets import Features, List, Value
     from datasets import Image as ImageFeature
+    from pyarrow import parquet
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     features = Features({"problem": Value("string"), "answer": Value("string"), "images": List(ImageFeature())})
-    Dataset.from_list(rows, features=features).to_parquet(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=features.arrow_schema), path)
     return path
 
 

@@ -149,7 +149,7 @@ def build_tiny(
         torch.manual_seed(seed)
         model = auto_class.from_config(config)
     model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-    stop, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    stop, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
     model.generation_config = GenerationConfig(eos_token_id=[stop, pad], pad_token_id=pad, do_sample=True)
     model.save_pretrained(folder)
     (tokenizer if is_text else _processor(family, tokenizer)).save_pretrained(folder)

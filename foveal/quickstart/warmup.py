@@ -1,6 +1,6 @@
 """Supervised steps before the reinforcement: the model learns to answer at all, and is stopped half-trained.
 
-    python -m foveal.quickstart.warmup MODEL OUT [--target 0.4] config=FILE data.train_files=ROWS [KEY=VALUE …]
+    python -m foveal.quickstart.warmup MODEL OUT [--target 0.36] config=FILE data.train_files=ROWS [KEY=VALUE …]
 
 The configuration is that of the GRPO run that follows, so that prompts and pictures are the same in both.
 """
@@ -25,7 +25,7 @@ from foveal.errors import DataError, FovealError
 from foveal.types import Prompt
 
 CHECK_EVERY = 5
-CHECK_ROWS = 128
+CHECK_ROWS = 256
 RAMP_STEPS = 20
 
 
@@ -34,14 +34,14 @@ class Recipe:
     """Supervised training.
 
     Attributes:
-        target: training stops at the first check at which this share of answers is right.
+        target: training stops at the first check at which at least this share of answers is right.
         max_steps: and at this step at the latest.
         batch: rows per step.
         lr: peak learning rate of AdamW, reached after a linear rise over `RAMP_STEPS` steps.
         seed: of the order of the rows.
     """
 
-    target: float = 0.4
+    target: float = 0.36
     max_steps: int = 400
     batch: int = 32
     lr: float = 1e-3

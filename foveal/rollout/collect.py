@@ -86,7 +86,10 @@ class Account:
 
     def explain(self, config: Config) -> str:
         a = config.algorithm
-        reasons = [f"{self.too_high} all-one (mean ≥ {a.filter_high})", f"{self.too_low} all-zero (mean ≤ {a.filter_low})"]
+        reasons = [
+            f"{self.too_high} all-one (mean ≥ {a.filter_high})",
+            f"{self.too_low} all-zero (mean ≤ {a.filter_low})",
+        ]
         if self.unscored:
             reasons.append(f"{self.unscored} without the key")
         return (
@@ -101,7 +104,7 @@ class Collector:
     """Collects the groups of one training step after the other.
 
     With `algorithm.online_filtering` (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) groups whose answers are
-    all alike are dropped, and generation goes on until the batch is full. Groups beyond the batch wait for the next step.
+    all alike are dropped, and generation goes on until the batch is full. What is left over waits for the next step.
     """
 
     config: Config
@@ -110,7 +113,9 @@ class Collector:
     rewards: RewardRunner
     surplus: list[Group] = field(default_factory=list)
 
-    def collect(self, step: int, timings: dict[str, float], advance: Callable[[int], None]) -> tuple[list[Group], Metrics]:
+    def collect(
+        self, step: int, timings: dict[str, float], advance: Callable[[int], None]
+    ) -> tuple[list[Group], Metrics]:
         """The groups to train on in this step.
 
         Raises:
@@ -169,7 +174,7 @@ class Collector:
             return
         raise DataError(
             f"{explanation}\nOne of the answers: {account.sample[:300]!r}\n"
-            "When every answer is wrong, the prompt's format and the reward function may disagree; when every answer is "
-            "right, the data is too easy. Otherwise widen algorithm.filter_low / filter_high, choose another "
+            "When every answer is wrong, the prompt's format and the reward function may disagree; when every answer "
+            "is right, the data is too easy. Otherwise widen algorithm.filter_low / filter_high, choose another "
             "algorithm.filter_key, or raise worker.rollout.n."
         )

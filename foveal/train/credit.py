@@ -71,9 +71,7 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
 
 def logprob_gap(groups: Sequence[Group]) -> Metrics:
     """How far the engine's log-probabilities lie from the trainer's, over the tokens that have both."""
-    pairs = [
-        (r.logprobs, r.columns["old_logprobs"]) for g in groups for r in g.trained if "old_logprobs" in r.columns
-    ]
+    pairs = [(r.logprobs, r.columns["old_logprobs"]) for g in groups for r in g.trained if "old_logprobs" in r.columns]
     if not pairs:
         return {}
     gap = np.abs(np.concatenate([engine - trainer for engine, trainer in pairs]))

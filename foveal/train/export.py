@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from foveal.errors import CheckpointError, ConfigError, FovealError
+from foveal.errors import CheckpointError, ConfigError
 from foveal.models.loading import DTYPES as SHORT_DTYPES
+from foveal.track.console import note
 from foveal.train.checkpoint import HUGGINGFACE, actor_folder, check_actor, distinct_tensors, load_trained
 from foveal.train.files import free_space, fsync_tree, write_json
 
@@ -64,22 +64,25 @@ def export(local_dir: Path, target: Path | None = None, dtype: str | None = None
 
 
 def merge_command(argv: list[str]) -> int:
-    """`foveal merge` and `scripts/model_merger.py`; returns the exit status."""
+    """`foveal merge` and `scripts/model_merger.py`.
+
+    Returns:
+        0
+
+    Raises:
+        CheckpointError: as `export` and `upload`.
+    """
     parser = argparse.ArgumentParser(prog="foveal merge", description="Turn a checkpoint into a Hugging Face folder.")
     parser.add_argument("--local_dir", type=Path, required=True, help="…/global_step_N/actor")
     parser.add_argument("--target", type=Path, help="folder to write (default: LOCAL_DIR/huggingface)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: that of the source model)")
     parser.add_argument("--hf_upload_path", metavar="ID", help="Hugging Face repository to push the folder to")
     options = parser.parse_args(argv)
-    try:
-        folder = export(options.local_dir, options.target, options.dtype)
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        print(f"Saved {size / 1e9:.3g} GB of weights, tokenizer and configuration to {folder}", flush=True)
-        if options.hf_upload_path:
-            print(f"Uploaded to {upload(folder, options.hf_upload_path)}", flush=True)
-    except FovealError as error:
-        print(f"Error: {error}", file=sys.stderr, flush=True)
-        return 1
+    folder = export(options.local_dir, options.target, options.dtype)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    note(f"saved {size / 1e9:.3g} GB of weights, tokenizer and configuration to {folder}")
+    if options.hf_upload_path:
+        note(f"uploaded to {upload(folder, options.hf_upload_path)}")
     return 0
 
 

@@ -29,6 +29,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self.temperature = temperature
         self.autocast = autocast
+        self.forbidden: torch.Tensor
         self.register_buffer("forbidden", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
 
     def forward(self, pack: Pack) -> torch.Tensor:
