@@ -29,7 +29,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_leaves_the_files_and_metrics_that_easyr1_leaves(tmp_path: Path) -> None:
-    assert main(["train", *small_run(tmp_path)]) == 0
+    assert main(["train", *small_run(tmp_path), "trainer.val_freq=1"]) == 0
     run = tmp_path / "run"
     assert (run / "global_step_1" / "actor" / "huggingface" / "config.json").exists()
     tracker = json.loads((run / "checkpoint_tracker.json").read_text())
@@ -114,6 +114,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     assert numbers[0] == numbers[1] and len(numbers[0]) == 4
 
 
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ([], []),
+        (["trainer.val_before_train=true"], [0, 3]),
+        (["trainer.val_freq=2"], [2, 3]),
+        (["trainer.val_freq=1", "trainer.val_before_train=true"], [0, 1, 2, 3]),
+    ],
+)
+def test_validation_comes_when_it_is_asked_for(tmp_path: Path, asked: list[str], steps: list[int]) -> None:
+    assert main(["train", *small_run(tmp_path), "trainer.max_steps=3", *asked]) == 0
+    assert [r["step"] for r in read_log(tmp_path / "run") if "val" in r] == steps
+
+
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = small_run(tmp_path)
     assert main(["train", *args]) == 0
@@ -147,7 +161,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, signum: signa
 
 
 def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
-    args = small_run(tmp_path, "qwen3_vl", "trainer.val_generations_to_log=2")
+    args = small_run(tmp_path, "qwen3_vl", "trainer.val_generations_to_log=2", "trainer.val_freq=1")
     assert main(["train", *args]) == 0
     run = tmp_path / "run"
     assert main(["merge", "--local_dir", str(run / "global_step_1" / "actor")]) == 0

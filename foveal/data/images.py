@@ -30,8 +30,8 @@ SHRINK_ABOVE = 4 * 1024 * 1024
 # whatever other libraries in the process prefer: padded with grey it would be learned from.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-# Pillow takes memory in blocks of 16 MiB, which the C library keeps for each thread after they are freed (measured: 4.7 GB
-# after 64-megapixel pictures in 16 threads). Blocks above 32 MiB go back to the system at once (1.1 GB).
+# Pillow takes memory in blocks of 16 MiB, which the C library keeps for each thread after they are freed (measured:
+# 4.7 GB after 64-megapixel pictures in 16 threads). Blocks above 32 MiB go back to the system at once (1.1 GB).
 Image.core.set_block_size(64 * 1024 * 1024)
 
 # EXIF orientation → what makes the picture upright; 5 to 8 exchange width and height.

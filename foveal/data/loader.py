@@ -14,6 +14,7 @@ from foveal.data.prompts import PromptBuilder
 from foveal.data.source import load_rows
 from foveal.data.survey import report, survey
 from foveal.errors import DataError
+from foveal.track.console import note
 from foveal.types import Prompt
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ class PromptLoader:
         """
         while True:
             self.require(count)
-            prompts = self._from_this_epoch(count)
-            if len(prompts) == count:
-                return prompts
+            if len(self._order) - self._position >= count:
+                prompts, self._position = self._fill(self._order, self._position, count, self._epoch)
+                if len(prompts) == count:
+                    return prompts
             self._epoch += 1
             self._position = 0
             self._order = self._order_of(self._epoch)
@@ -101,14 +103,6 @@ class PromptLoader:
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 
-    def _from_this_epoch(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, or fewer, not all of them read, if the epoch holds no more."""
-        ahead = sum(row not in self.skipped for row in self._order[self._position :])
-        if ahead < count:
-            return []
-        prompts, self._position = self._fill(self._order, self._position, count, self._epoch)
-        return prompts
-
     def _fill(self, order: list[int], position: int, count: int, epoch: int) -> tuple[list[Prompt], int]:
         """Up to `count` prompts of the rows from `position` on, and the position after the last row that was read."""
         prompts: list[Prompt] = []
@@ -131,7 +125,7 @@ class PromptLoader:
                     f"{error}. Repair the picture, or set data.on_bad_row=skip to leave its row out."
                 ) from error
             self.skipped[row] = str(error)
-            print(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})", flush=True)
+            note(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})")
             return None
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -167,7 +161,7 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     builder = PromptBuilder(data, processing, rows)
     found = survey(builder, split)
     for line in report(found, data, rows.source, len(rows), split):
-        print(line, flush=True)
+        note(line)
     loader = PromptLoader(builder, found.usable, split)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foveal.data.images import PictureError, Size
 from foveal.data.prompts import Draft, PromptBuilder
 from foveal.errors import DataError
+from foveal.track.console import phase
 
 if TYPE_CHECKING:
     from foveal.config.schema_data import DataConfig
 
 CHUNK = 256
 SHOWN = 5
-QUIET_SECONDS = 2.0
 
 
 @dataclass
@@ -50,7 +47,7 @@ def survey(builder: PromptBuilder, split: str) -> Survey:
     total = len(rows)
     with (
         ThreadPoolExecutor(data.filter_overlong_prompts_workers) as pool,
-        _progress(f"{split}: looking at the rows", total) as advance,
+        phase(f"{split}: looking at the rows", total) as advance,
     ):
         for start in range(0, total, CHUNK):
             numbers = range(start, min(start + CHUNK, total))
@@ -137,24 +134,3 @@ def _unreadable(found: Survey, total: int) -> str:
 
 def _rows(number: int) -> str:
     return f"{number} row{'' if number == 1 else 's'}"
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar that shows itself only when the work takes longer than `QUIET_SECONDS`."""
-    from rich.progress import Progress
-
-    bar = Progress(transient=True)
-    task = bar.add_task(title, total=total)
-    begun = time.monotonic()
-
-    def advance(count: int) -> None:
-        bar.advance(task, count)
-        if time.monotonic() - begun > QUIET_SECONDS:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()

@@ -1,6 +1,6 @@
 """Supervised steps before the reinforcement: the model learns to answer at all, and is stopped half-trained.
 
-    python -m foveal.quickstart.warmup MODEL OUT [--target 0.36] config=FILE data.train_files=ROWS [KEY=VALUE …]
+    python -m foveal.quickstart.warmup MODEL OUT [--target 0.4] config=FILE data.train_files=ROWS [KEY=VALUE …]
 
 The configuration is that of the GRPO run that follows, so that prompts and pictures are the same in both.
 """
@@ -41,7 +41,7 @@ class Recipe:
         seed: of the order of the rows.
     """
 
-    target: float = 0.36
+    target: float = 0.4
     max_steps: int = 400
     batch: int = 32
     lr: float = 1e-3
@@ -121,8 +121,9 @@ def warm_up(config: Config, model_path: str | Path, out: str | Path, recipe: Rec
 
 def make_batch(prompts: list[Prompt], processing: Processing) -> Batch:
     """Chats of the prompts, each followed by its answer and the end token."""
+    tokenizer = processing.tokenizer
     ends = [
-        [*processing.tokenizer(str(prompt.answer), add_special_tokens=False)["input_ids"], processing.eos_ids[0]]
+        [*tokenizer(str(prompt.answer), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         for prompt in prompts
     ]
     length = max(len(prompt.expanded_ids) + len(end) for prompt, end in zip(prompts, ends, strict=True))

@@ -55,6 +55,7 @@ def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]
     if _bar_is_open or not sys.stdout.isatty():
         yield lambda n: None
         return
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -65,7 +66,7 @@ def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]
     )
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=Console(), transient=True) as progress:
         task = progress.add_task(name, total=total)
         _bar_is_open = True
         try:
