@@ -39,12 +39,21 @@ def open_processing(config: Config) -> Processing:
     model = config.worker.actor.model
     assert model.model_path is not None
     family_of(read_config(model.model_path), model.model_path)
-    template = config.data.override_chat_template
     return load_processing(
         model.model_path,
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
-        chat_template=Path(template).read_text(encoding="utf-8") if template else None,
+        chat_template=_chat_template(config),
     )
+
+
+def _chat_template(config: Config) -> str | None:
+    path = config.data.override_chat_template
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.override_chat_template: cannot read {path!r} ({error}); give a Jinja file.") from error

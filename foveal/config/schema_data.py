@@ -77,7 +77,7 @@ class DataConfig(Section):
         description="Leave out rows whose prompt exceeds `data.max_prompt_length`, and count them. false: such a row "
         "is an error. Prompts are never cut.",
     )
-    filter_overlong_prompts_workers: Positive = Field(default=16, description="Most processes that measure prompts.")
+    filter_overlong_prompts_workers: Positive = Field(default=16, description="Most threads that measure prompts.")
     on_bad_row: Literal["skip", "stop"] = Field(
         default="skip",
         description="A row whose image or video cannot be read: left out and counted, or the end of the run.",
