@@ -58,7 +58,7 @@ def kernel_agreement(root: Path, device: torch.device) -> dict[str, float]:
                 shared_prefix=True,
                 device=device,
             )
-            out = scorer(pack)
+            out = scorer(pack).logprobs
             out.sum().backward()
             logprobs[name] = out.detach()
             assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from foveal import __version__
 from foveal.errors import FovealError
+from foveal.track import console
 
 _USAGE = """\
 usage: foveal COMMAND [ARGUMENTS]
@@ -54,40 +55,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
-        print(_USAGE)
+        console.note(_USAGE)
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        print(f"foveal {__version__}")
+        console.note(f"foveal {__version__}")
         return 0
     command = _COMMANDS.get(args[0])
     if command is None:
-        print(f"foveal: no command {args[0]!r}; there are: {', '.join(_COMMANDS)}.", file=sys.stderr)
+        console.error(f"foveal: no command {args[0]!r}; there are: {', '.join(_COMMANDS)}.")
         return 2
     if not sys.stderr.isatty():  # the libraries' loading bars would fill a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         return command(args[1:])
     except FovealError as error:
-        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        console.error(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        print("\nstopped.", file=sys.stderr)
+        console.error("stopped.")
         return 130
-    except BrokenPipeError:  # the reader of our output has gone (`… | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _train(args: list[str]) -> int:
     if _wants_help(args):
-        print(_TRAIN_HELP)
+        console.note(_TRAIN_HELP)
         return 0
     from foveal.config import load_config, render
 
     print_only = "--print-config" in args
     config = load_config([arg for arg in args if arg != "--print-config"])
     if print_only:
-        print(render(config), end="")
+        console.note(render(config).rstrip("\n"))
         return 0
     if config.trainer.val_only:
         from foveal.evaluate import evaluate
@@ -100,7 +98,7 @@ def _train(args: list[str]) -> int:
 
 def _eval(args: list[str]) -> int:
     if _wants_help(args) or not args or "=" in args[0]:
-        print(_EVAL_HELP)
+        console.note(_EVAL_HELP)
         return 0 if _wants_help(args) else 2
     from foveal.config import load_config
     from foveal.evaluate import evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from foveal.cluster.group import start_workers
@@ -12,7 +13,7 @@ from foveal.reward.runner import RewardRunner
 from foveal.track import Trackers, console
 from foveal.track.metrics import timing_metrics
 from foveal.track.timing import timer
-from foveal.train.retention import Checkpoints
+from foveal.train.retention import Checkpoints, read_state
 from foveal.validation import Validator
 
 
@@ -41,22 +42,17 @@ def evaluate(config: Config, model: str | None = None) -> int:
     check_runnable(config)
     processing = open_processing(config)
     loader = open_loader(config, processing, "val")
-    rewards = RewardRunner(config.worker.reward, "val")
-    rewards.start()
-    workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
-    step = int(checkpoint.name.rpartition("_")[2]) if checkpoint else 0
-    trackers = Trackers(config, config.trainer.checkpoint_dir / "eval", resume_step=step)
+    step = read_state(checkpoint)["step"] if checkpoint else 0
     timings: dict[str, float] = {}
-    try:
-        with timer(timings, "validation"):
-            metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
-        metrics |= timing_metrics(timings)
-        trackers.log(metrics, step)
-        trackers.log_samples(samples, step)
-        console.validation_line(step, metrics)
-    finally:
-        rewards.close()
-        trackers.close()
+    with RewardRunner(config.worker.reward, "val") as rewards:
+        workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
+        with closing(Trackers(config, config.trainer.checkpoint_dir / "eval", resume_step=step)) as trackers:
+            with timer(timings, "validation"):
+                metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
+            metrics |= timing_metrics(timings)
+            trackers.log(metrics, step)
+            trackers.log_samples(samples, step)
+            console.validation_line(step, metrics)
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from foveal.algorithm import get_advantage, get_loss
 from foveal.config import Config
 from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.data.processing import Processing, load_processing
@@ -13,21 +15,42 @@ from foveal.rollout.collect import validation_sampling
 from foveal.rollout.engine import choose_engine
 from foveal.rollout.transformers_engine import check_extra
 from foveal.track.console import note
+from foveal.types import Sampling
 
 
 def check_runnable(config: Config) -> None:
     """Refuses a configuration that cannot run, and says which of its keys have no effect.
 
     Raises:
-        ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet.
+        ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet; or the
+            user's own estimator or loss cannot be loaded.
     """
     problems = missing(config) + unsupported(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {line}" for line in problems))
     choose_engine(config.worker.rollout.name, say=note)
-    check_extra(validation_sampling(config))
+    _check_validation(validation_sampling(config))
+    if not config.trainer.val_only:
+        _check_algorithm(config)
     for line in no_effect(config) + remarks(config):
         note(line)
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the run's folder, and a file in it, to fail now rather than at the first save.
+
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.save_checkpoint_path: cannot write to {folder} ({error.strerror or error}). Give a folder on a "
+            "disk that can be written to."
+        ) from error
 
 
 def open_processing(config: Config) -> Processing:
@@ -47,6 +70,28 @@ def open_processing(config: Config) -> Processing:
         max_pixels=config.data.max_pixels,
         chat_template=_chat_template(config),
     )
+
+
+def _check_validation(sampling: Sampling) -> None:
+    check_extra(sampling)
+    if type(sampling.max_tokens) is not int or sampling.max_tokens < 1:
+        raise ConfigError(
+            f"worker.rollout.val_override_config.max_tokens: {sampling.max_tokens!r} given; allowed: an integer ≥ 1"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    """Loads the estimator and the loss, which may be in files of the user's, and refuses what they can't be given."""
+    name = config.algorithm.adv_estimator
+    estimator = get_advantage(name)
+    get_loss(config.worker.actor.loss_type)
+    if estimator.needs_values:
+        raise ConfigError(f"algorithm.adv_estimator={name}: needs a critic, not in this version yet")
+    if estimator.needs_group and config.worker.rollout.n == 1:
+        raise ConfigError(
+            f"worker.rollout.n: 1 given, but algorithm.adv_estimator={name} compares the answers to one prompt; set "
+            "worker.rollout.n to 2 or more"
+        )
 
 
 def _chat_template(config: Config) -> str | None:

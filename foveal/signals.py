@@ -62,9 +62,9 @@ class StopSignals:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Marks a stretch in which nothing is lost by leaving at any point."""
-        self.check()
-        self._interruptible = True
+        self._interruptible = True  # before the check, or a signal in between would wait for the end of the stretch
         try:
+            self.check()
             yield
         finally:
             self._interruptible = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from foveal.algorithm import KLController
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
-from foveal.preflight import check_runnable, open_processing
+from foveal.errors import CheckpointError, DataError, RewardError
+from foveal.preflight import check_runnable, check_writable, open_processing
 from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import Collector, training_sampling
 from foveal.signals import Stopped, StopSignals
@@ -18,7 +20,7 @@ from foveal.track import Trackers, console
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
-from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs
+from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
 from foveal.train.retention import Checkpoints
 from foveal.types import Group, Metrics
 from foveal.validation import Validator
@@ -41,30 +43,33 @@ class Trainer:
         check_runnable(config)
         self.config = config
         self.root = config.trainer.checkpoint_dir
+        check_writable(self.root)
         self.checkpoints = Checkpoints(self.root, config.trainer.save_limit)
         self.processing = open_processing(config)
         self.loader = open_loader(config, self.processing, "train")
         val_loader = open_loader(config, self.processing, "val") if config.data.val_files else None
         self.total_steps = self._count_steps()
-        self.rewards = RewardRunner(config.worker.reward, "train")
-        self.val_rewards = RewardRunner(config.worker.reward, "val")
-        self.rewards.start()
-        self.val_rewards.start()
-        self.workers = start_workers(config, self.processing, train=True)
-        self.validator = (
-            Validator(config, val_loader, self.workers, self.val_rewards, self.processing) if val_loader else None
-        )
-        self.collector = Collector(config, self.loader, self.workers, self.rewards)
         algorithm = config.algorithm
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon)
         self.step = 0
         self.saved_step = 0
-        self.val_scores: dict[int, float] = {}
+        self.val_score: tuple[int, float | None] = (-1, None)
         self.record: Metrics = {}
-        self._loader_state = self.loader.state_dict()
-        self._resume()
-        self.trackers = Trackers(config, self.root, resume_step=self.step)
         self.signals = StopSignals()
+        self._loader_state = self.loader.state_dict()
+        with ExitStack() as processes:
+            rewards = processes.enter_context(RewardRunner(config.worker.reward, "train"))
+            val_rewards = RewardRunner(config.worker.reward, "val")
+            if val_loader:
+                processes.enter_context(val_rewards)
+            self.workers = start_workers(config, self.processing, train=True)
+            self.collector = Collector(config, self.loader, self.workers, rewards)
+            self.validator = (
+                Validator(config, val_loader, self.workers, val_rewards, self.processing) if val_loader else None
+            )
+            self._resume()
+            self.trackers = Trackers(config, self.root, resume_step=self.step)
+            self._reward_processes = processes.pop_all()
 
     def _count_steps(self) -> int:
         trainer, batch = self.config.trainer, self.config.data.rollout_batch_size
@@ -80,35 +85,44 @@ class Trainer:
         Returns:
             the process's exit status: 0, or 128 + the signal's number when Ctrl-C or SIGTERM ended the run early (what
             was learned is saved then).
+
+        Raises:
+            FovealError: what ended the run. Where it was the data or the reward function, what was learned is saved.
         """
         with self.signals:
             try:
                 self._run()
                 return 0
             except Stopped as stop:
-                self._save_after(stop)
+                self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
                 return 128 + stop.signum
+            except (DataError, RewardError) as error:  # raised between updates, so the weights are those of a step
+                try:
+                    self._save_after(type(error).__name__)
+                except CheckpointError as failure:
+                    console.warn(str(failure))
+                raise
             finally:
                 self.close()
 
     def _run(self) -> None:
         trainer = self.config.trainer
+        if self.step >= self.total_steps:
+            console.note(f"nothing left to do: step {self.step} of {self.total_steps} is done.")
+            return
         if self.step == 0 and trainer.val_before_train:
             self.validate()
             self._write_record()
+        validates = trainer.val_before_train or trainer.val_freq > 0
         while self.step < self.total_steps:
             self.train_step()
-            if trainer.val_freq > 0 and self.step % trainer.val_freq == 0:
+            last = self.step == self.total_steps
+            if (trainer.val_freq > 0 and self.step % trainer.val_freq == 0) or (last and validates):
                 self.validate()
-            if trainer.save_freq > 0 and self.step % trainer.save_freq == 0:
+            if (trainer.save_freq > 0 and self.step % trainer.save_freq == 0) or last:
                 self.save()
             self._write_record()
             self.signals.check()
-        wanted = trainer.val_before_train or trainer.val_freq > 0
-        if wanted and self.step not in self.val_scores:
-            self.validate()
-        if self.saved_step != self.step:
-            self.save()
 
     def train_step(self) -> None:
         """One step: a batch of groups in, better weights out."""
@@ -116,10 +130,12 @@ class Trainer:
         timings: dict[str, float] = {}
         with timer(timings, "step"):
             groups, metrics = self._collect(step, timings)
-            if needs_old_logprobs(self.config):
+            if self.config.algorithm.old_logprobs == "rollout":
+                take_sampled_logprobs(groups)
+            elif needs_old_logprobs(self.config):
                 with timer(timings, "old"):
                     self.workers.old_logprobs(groups)
-            if self.config.algorithm.uses_reference:
+            if self.config.algorithm.needs_ref_logprobs:
                 with timer(timings, "ref"):
                     self.workers.ref_logprobs(groups)
             with timer(timings, "adv"):
@@ -141,8 +157,7 @@ class Trainer:
         timings: dict[str, float] = {}
         with timer(timings, "validation"), self.signals.interruptible():
             metrics, samples = self.validator.run(self.step, {})
-        if "val/reward_score" in metrics:
-            self.val_scores = {self.step: metrics["val/reward_score"]}
+        self.val_score = (self.step, metrics.get("val/reward_score"))
         metrics |= timing_metrics(timings)
         self.record |= metrics
         self.trackers.log_samples(samples, self.step)
@@ -157,8 +172,11 @@ class Trainer:
         def write(folder: Path) -> None:
             self.workers.save(folder / "actor", model_only=self.config.trainer.save_model_only)
 
+        validated, score = self.val_score
+        if validated != self.step:
+            score = None
         with timer(timings, "save_checkpoint"):
-            self.checkpoints.save(self.step, write, self.val_scores.get(self.step), state=self._state())
+            self.checkpoints.save(self.step, write, score, state=self._state())
         self.saved_step = self.step
         self.record |= timing_metrics(timings)
         console.note(f"saved {self.checkpoints.folder(self.step)}")
@@ -177,19 +195,25 @@ class Trainer:
         if folder is None:
             return
         state = self.checkpoints.resume(folder)
-        self.workers.load(folder / "actor")
-        self.loader.load_state_dict(state["loader"])
-        self.kl.load_state_dict(state["kl"])
-        self._loader_state = state["loader"]
-        self.step = self.saved_step = state["step"]
+        try:
+            step, loader, kl = state["step"], state["loader"], state["kl"]
+        except KeyError as missing:
+            raise CheckpointError(
+                f"{folder / 'trainer_state.json'} lacks {missing}: the checkpoint is damaged, or was not written by "
+                "`foveal train`. Give another one with trainer.load_checkpoint_path."
+            ) from missing
+        self.workers.load(folder / "actor", step)
+        self.loader.load_state_dict(loader)
+        self.kl.load_state_dict(kl)
+        self._loader_state = loader
+        self.step = self.saved_step = step
         console.note(f"resuming from {folder}: going on after step {self.step} of {self.total_steps}")
 
-    def _save_after(self, stop: Stopped) -> None:
-        name = signal.Signals(stop.signum).name
+    def _save_after(self, reason: str) -> None:
         if self.saved_step == self.step:
-            console.note(f"{name}: stopping; nothing has been learned since step {self.saved_step}.")
+            console.note(f"{reason}: stopping; nothing has been learned since step {self.saved_step}.")
             return
-        console.note(f"{name}: saving step {self.step} before stopping (a second signal stops at once).")
+        console.note(f"{reason}: saving step {self.step} before stopping.")
         self.save()
 
     # -- the record ---------------------------------------------------------------------------------------------
@@ -218,8 +242,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the reward processes and writes out what the trackers hold."""
-        self.rewards.close()
-        self.val_rewards.close()
+        self._reward_processes.close()
         self._write_record()
         draw_curve(self.trackers.log_file, self.root / "curve.png")
         self.trackers.close()

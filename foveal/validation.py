@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foveal.cluster.group import Workers
 from foveal.config import Config
@@ -39,16 +39,18 @@ class Validator:
         """
         sampling = validation_sampling(self.config)
         groups: list[Group] = []
+        shown: list[Sample] = []
         counts: Metrics = {}
         with console.phase("validation", len(self.loader)) as advance:
             for prompts in self.loader.batches():
                 scored, metrics = generate_and_score(prompts, sampling, self.workers, self.rewards, timings, advance)
-                groups += scored
                 for name, value in metrics.items():
                     counts[f"val_{name}"] = counts.get(f"val_{name}", 0.0) + value
-        shown = [
-            Sample.of(group.prompt, response, step, self.processing.tokenizer)
-            for group in groups[: self.config.trainer.val_generations_to_log]
-            for response in group.responses[:1]
-        ]
+                wanted = self.config.trainer.val_generations_to_log - len(shown)
+                shown += [self._sample(group, step) for group in scored[: max(0, wanted)]]
+                # without the pictures, which all together may not fit into memory
+                groups += [Group(replace(g.prompt, media=[], features=None), g.responses) for g in scored]
         return {**counts, **validation_metrics(groups)}, shown
+
+    def _sample(self, group: Group, step: int) -> Sample:
+        return Sample.of(group.prompt, group.responses[0], step, self.processing.tokenizer)

@@ -3,65 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from foveal.algorithm import StepBatch, get_advantage
+from foveal.algorithm import get_advantage
+from tests.advantage_support import Config, advantages, random_step, step
 
 NAMES = ["grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "remax", "gae"]
-GROUP_NAMES = ["grpo", "grpo_passk", "rloo"]
-
-
-@dataclass
-class Config:
-    gamma: float = 1.0
-    lam: float = 1.0
-
-
-def step(scores, group, lengths, *, rewards=None, mask=None, baselines=None, values=None, dtype=torch.float64):
-    """A batch with each score on its response's last token, unless the token rewards are given."""
-    tokens = sum(lengths)
-    if rewards is None:
-        rewards, end = [0.0] * tokens, 0
-        for score, length in zip(scores, lengths, strict=True):
-            end += length
-            if length:
-                rewards[end - 1] = score
-    return StepBatch(
-        scores=torch.tensor(scores, dtype=dtype),
-        group=torch.tensor(group, dtype=torch.int64),
-        lengths=torch.tensor(lengths, dtype=torch.int64),
-        token_rewards=torch.tensor(rewards, dtype=dtype),
-        mask=torch.tensor([True] * tokens if mask is None else mask, dtype=torch.bool),
-        baselines=None if baselines is None else torch.tensor(baselines, dtype=dtype),
-        values=None if values is None else torch.tensor(values, dtype=dtype),
-    )
-
-
-def random_step(seed, *, gaps):
-    """Ragged, with empty and one-token responses, groups in mixed order, and rewards on every token."""
-    rng = random.Random(seed)
-    sizes = [4, 3, 1, 5]
-    group = [10 * g for g, size in enumerate(sizes) for _ in range(size)]
-    rng.shuffle(group)
-    lengths = [0, 1] + [rng.randint(0, 6) for _ in group[2:]]
-    tokens = sum(lengths)
-    return step(
-        [rng.choice([0.0, 1.0]) + rng.random() for _ in group],
-        group,
-        lengths,
-        rewards=[rng.gauss(0, 1) for _ in range(tokens)],
-        mask=[not gaps or rng.random() < 0.7 for _ in range(tokens)],
-        baselines=[rng.random() for _ in group],
-        values=[rng.gauss(0, 1) for _ in range(tokens)],
-    )
-
-
-def advantages(name, batch, **config):
-    return get_advantage(name)(batch, Config(**config)).advantages.tolist()
 
 
 # --- worked out by hand ---
@@ -224,62 +173,3 @@ def test_equals_a_plain_loop_on_ragged_batches(name, seed, gaps):
     batch = random_step(seed, gaps=gaps)
     result = advantages(name, batch, gamma=0.9, lam=0.7)
     assert result == pytest.approx(loop(name, batch, 0.9, 0.7), abs=1e-10)
-
-
-# --- edges ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GROUP_NAMES)
-def test_group_of_equal_scores_gets_exactly_zero(name, dtype):
-    # The mean of three times 0.1 is not 0.1 in floating point.
-    batch = step([0.1, 0.1, 0.1], [0, 0, 0], [2, 1, 3], dtype=dtype)
-    assert advantages(name, batch) == [0.0] * 6
-
-
-@pytest.mark.parametrize("name", GROUP_NAMES)
-def test_group_of_one_gets_zero(name):
-    assert advantages(name, step([1.0, 0.0, 1.0], [0, 1, 1], [1, 1, 1]))[0] == 0.0
-
-
-@pytest.mark.parametrize("name", GROUP_NAMES)
-def test_empty_response_counts_in_its_group_with_its_score(name):
-    with_empty = advantages(name, step([1.0, 0.0, 0.25], [0, 0, 0], [1, 0, 1]))
-    full = advantages(name, step([1.0, 0.0, 0.25], [0, 0, 0], [1, 1, 1]))
-    assert with_empty == [full[0], full[2]]
-
-
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])
-@pytest.mark.parametrize("lengths", [[1], [1, 1]])
-def test_whitening_equal_values_gives_zero(name, lengths):
-    count = len(lengths)
-    batch = step([1.0] * count, [0] * count, lengths, values=[0.5] * count, dtype=torch.float32)
-    assert advantages(name, batch) == [0.0] * count
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0]])
-@pytest.mark.parametrize("name", NAMES)
-def test_batch_without_tokens_gives_empty_advantages(name, lengths):
-    count = len(lengths)
-    batch = step([1.0] * count, [0] * count, lengths, baselines=[0.0] * count, values=[])
-    assert advantages(name, batch) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_all_tokens_masked_out_gives_zeros(name):
-    batch = step([1.0, 0.0], [0, 0], [1, 2], mask=[False] * 3, baselines=[0.0] * 2, values=[0.0] * 3)
-    assert advantages(name, batch) == [0.0] * 3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_result_has_the_dtype_of_the_token_rewards(name):
-    batch = step([1.0, 0.0], [0, 0], [1, 2], baselines=[0.0] * 2, values=[0.0] * 3, dtype=torch.float32)
-    result = get_advantage(name)(batch, Config())
-    assert (result.advantages.dtype, result.returns.dtype) == (torch.float32, torch.float32)
-
-
-def test_order_of_the_responses_does_not_matter():
-    lengths, scores = [3, 1, 2], [1.0, 0.5, 0.0]
-    straight = torch.tensor(advantages("grpo", step(scores, [0, 0, 0], lengths))).split(lengths)
-    backwards = torch.tensor(advantages("grpo", step(scores[::-1], [0, 0, 0], lengths[::-1]))).split(lengths[::-1])
-    assert torch.equal(torch.cat(straight), torch.cat(backwards[::-1]))

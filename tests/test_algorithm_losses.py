@@ -11,7 +11,7 @@ import torch
 
 from foveal.algorithm import LossBatch, aggregate, count, get_loss
 
-NAMES = ["default", "gspo", "gspo_token", "cispo", "sapo"]
+NAMES = ["default", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient"]
 CLIPPING = ["default", "gspo", "gspo_token"]
 
 
@@ -138,6 +138,13 @@ def test_sapo_gate_off_policy():
     assert losses.tolist() == pytest.approx([-positive, negative])
 
 
+def test_policy_gradient_is_minus_advantage_times_logprob():
+    batch = make([2.0, 0.5], [1.0, -3.0])
+    losses, _ = get_loss("policy_gradient")(batch, Config())
+    assert losses.tolist() == pytest.approx([1 - math.log(2), 3 * (-1 - math.log(2))])
+    assert gradient("policy_gradient", batch) == pytest.approx([-1.0, 3.0])
+
+
 # --- against loops ---
 
 
@@ -159,6 +166,8 @@ def loop(name, batch, config):
             bounded = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
             if name == "cispo":
                 result.append(-a * bounded * new[t])
+            elif name == "policy_gradient":
+                result.append(-a * new[t])
             elif name == "sapo":
                 tau = config.tau_negative if a < 0 else config.tau_positive
                 result.append(-a * 4 / tau / (1 + math.exp(-tau * (ratio - 1))))
@@ -177,7 +186,7 @@ def test_equals_a_plain_loop_on_ragged_batches(name, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["default", "gspo", "sapo"])
+@pytest.mark.parametrize("name", ["default", "gspo", "sapo", "policy_gradient"])
 def test_gradient_equals_finite_differences(name, seed):
     batch = random_batch(seed)
 
@@ -222,6 +231,19 @@ def test_gspo_token_has_the_value_of_gspo():
     assert values[0] == pytest.approx(values[1], abs=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["token", "seq"])
+def test_gspo_token_has_the_gradient_of_gspo_with_one_advantage_per_response(mode):
+    batch = random_batch(7)
+    sequence = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
+    batch.advantages = torch.linspace(-1, 1, len(batch.lengths), dtype=torch.float64)[sequence]
+    totals = count(batch.lengths, batch.mask)
+    gradients = []
+    for name in ("gspo", "gspo_token"):
+        loss = aggregate(get_loss(name)(batch, Config())[0], batch.lengths, batch.mask, mode, *totals)
+        gradients.append(torch.autograd.grad(loss, batch.logprobs)[0].tolist())
+    assert gradients[0] == pytest.approx(gradients[1], abs=1e-12)
+
+
 # --- stats ---
 
 
@@ -255,14 +277,14 @@ def split(batch, responses):
 
 
 @pytest.mark.parametrize("responses", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["token", "seq"])
+@pytest.mark.parametrize("mode", ["token", "seq", "seq_sum_norm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_do_not_depend_on_the_split(name, mode, responses):
     batch = random_batch(11)
     totals = count(batch.lengths, batch.mask)
 
     def share(part):
-        return aggregate(get_loss(name)(part, Config())[0], part.lengths, part.mask, mode, *totals)
+        return aggregate(get_loss(name)(part, Config())[0], part.lengths, part.mask, mode, *totals, 7.0)
 
     whole = share(batch)
     summed = sum(share(part) for part in split(batch, responses))

@@ -71,28 +71,35 @@ def batch(**extra):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("grpo", (True, False, False)),
-        ("grpo_passk", (True, False, False)),
-        ("rloo", (True, False, False)),
-        ("reinforce_plus_plus", (False, False, False)),
-        ("remax", (False, True, False)),
-        ("gae", (False, False, True)),
+        ("grpo", (True, False, False, False)),
+        ("dr_grpo", (True, False, False, False)),
+        ("grpo_passk", (True, False, False, False)),
+        ("rloo", (True, False, False, False)),
+        ("opo", (True, False, False, False)),
+        ("maxrl", (True, False, False, False)),
+        ("gdpo", (True, False, False, True)),
+        ("reinforce_plus_plus", (False, False, False, False)),
+        ("reinforce_plus_plus_baseline", (True, False, False, False)),
+        ("remax", (False, True, False, False)),
+        ("gae", (False, False, True, False)),
     ],
 )
 def test_estimators_say_what_they_need(name, flags):
     entry = get_advantage(name)
-    assert (entry.needs_group, entry.needs_baseline, entry.needs_values) == flags
+    assert (entry.needs_group, entry.needs_baseline, entry.needs_values, entry.needs_parts) == flags
 
 
 def test_unknown_estimator_lists_the_names_and_suggests_the_nearest():
     with pytest.raises(ConfigError) as error:
         get_advantage("grpoo")
     assert "algorithm.adv_estimator=grpoo" in str(error.value) and "Did you mean grpo?" in str(error.value)
-    assert "gae, grpo, grpo_passk, reinforce_plus_plus, remax, rloo" in str(error.value)
+    assert "dr_grpo, gae, gdpo, grpo, grpo_passk, maxrl, opo" in str(error.value)
 
 
 def test_unknown_loss_lists_the_names():
-    with pytest.raises(ConfigError, match=r"loss_type=xyz is not known\..*cispo, default, gspo, gspo_token, sapo"):
+    with pytest.raises(
+        ConfigError, match=r"loss_type=xyz is not known\..*cispo, default, gspo, gspo_token, policy_gradient, sapo"
+    ):
         get_loss("xyz")
 
 
@@ -155,7 +162,7 @@ def test_registered_names_are_found():
         del LOSSES["test_registered_names"]
 
 
-@pytest.mark.parametrize(("name", "missing"), [("remax", "baselines"), ("gae", "values")])
+@pytest.mark.parametrize(("name", "missing"), [("remax", "baselines"), ("gae", "values"), ("gdpo", "parts")])
 def test_batch_without_what_the_estimator_needs_is_refused(name, missing):
     with pytest.raises(ValueError, match=f"{name} needs StepBatch.{missing}"):
         get_advantage(name)(batch(), CONFIG)

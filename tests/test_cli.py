@@ -1,8 +1,11 @@
 """The command line answers fast, and mistakes in it say what is allowed."""
 
+import os
 import subprocess
 import sys
 import time
+
+import pytest
 
 from foveal.cli import main
 
@@ -27,3 +30,11 @@ def test_an_error_of_the_user_is_one_message_without_traceback(capsys) -> None:
     assert main(["train", "trainer.max_step=3"]) == 1
     error = capsys.readouterr().err
     assert "trainer.max_steps" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["merge", "--help"], ["eval", "--help"], ["trian"]])
+def test_a_terminal_that_knows_ascii_only_gets_everything(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "foveal", *arguments]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "Traceback" not in done.stderr and done.stdout + done.stderr

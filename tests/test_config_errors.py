@@ -66,7 +66,7 @@ def test_a_wrong_value_is_shown_with_what_is_allowed(argument: str, line: str) -
 
 def test_an_unknown_estimator_lists_the_known_ones() -> None:
     (line,) = problems("algorithm.adv_estimator=grppo")
-    assert "grpo, grpo_passk, reinforce_plus_plus, remax, rloo, gae, or FILE:function" in line
+    assert "reinforce_plus_plus_baseline, remax, gae, or FILE:function" in line
 
 
 def test_all_problems_come_together() -> None:
@@ -127,3 +127,43 @@ def test_two_files_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text("")
     assert "only one file is read" in problems(f"config={file}", f"config={file}")[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "beginning"),
+    [
+        ("worker.actor=[1]", "worker.actor: [1] given, but it is a section"),
+        ("trainer.logger.0=wandb", "trainer.logger: {'0': 'wandb'} given; allowed: a list of console"),
+        ("worker.rollout.val_override_config=[1]", "worker.rollout.val_override_config: [1] given; allowed: a mapping"),
+        ("worker.actor.optim.lr=.inf", "worker.actor.optim.lr: inf given; allowed: a number"),
+    ],
+)
+def test_an_override_of_another_kind_than_the_files_value(tmp_path: Path, argument: str, beginning: str) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(
+        "worker:\n  actor: {ppo_epochs: 1}\n  rollout: {val_override_config: {n: 1}}\ntrainer:\n  logger: [file]\n"
+    )
+    assert problems(f"config={file}", argument)[0].startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("data: &a\n  x: *a\n", "an anchor (&) holds itself"),
+        ("data: " + "[" * 2000 + "]" * 2000, "lie too deep in each other"),
+        ("null: 2\n", "null: unknown key"),
+        ("data.seed: 3\n", "line 1: data.seed: write it as nested mappings"),
+    ],
+)
+def test_odd_files_are_named_and_not_a_traceback(tmp_path: Path, content: str, fault: str) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"config={file}"])
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", "/tmp", "a" * 5000])
+def test_what_cannot_be_opened_as_a_file_says_so(path: str) -> None:
+    with pytest.raises(ConfigError, match="give the path of a YAML file"):
+        load_config([f"config={path}"])

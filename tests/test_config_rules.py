@@ -6,6 +6,7 @@ import pytest
 
 from foveal.config import Config, load_config
 from foveal.config.rules import missing, no_effect, remarks, unsupported
+from foveal.config.schema_data import GROUP_ESTIMATORS
 from foveal.errors import ConfigError
 
 
@@ -34,9 +35,9 @@ def test_nothing_divides_by_devices() -> None:
     assert config.trainer.devices == 6
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_group_estimators_need_groups(estimator: str) -> None:
-    text = refusal("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}")
+    text = refusal("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}", "algorithm.reward_parts={x: 1}")
     assert "worker.rollout.n: 1 given" in text and f"algorithm.adv_estimator={estimator}" in text
 
 
@@ -93,7 +94,8 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
     ],
 )
 def test_what_this_version_lacks_loads_and_is_refused_at_the_start(argument: str) -> None:
-    (line,) = unsupported(load("trainer.n_gpus_per_node=1", "worker.rollout.tensor_parallel_size=1", argument))
+    one_process = ["trainer.n_gpus_per_node=1", "worker.rollout.tensor_parallel_size=1"]
+    (line,) = unsupported(load(*one_process, "algorithm.use_kl_loss=true", argument))
     assert line.startswith(f"{argument}: ")
 
 

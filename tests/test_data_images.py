@@ -17,7 +17,7 @@ def pixels(data: bytes) -> np.ndarray:
     return np.asarray(decode_image(data, "x"))
 
 
-@pytest.mark.parametrize("value", [None, [], [None], "", [""], [{"bytes": None, "path": None}], "[]"])
+@pytest.mark.parametrize("value", [None, [], [None], "", [""], [{"bytes": None, "path": None}], "[]", float("nan")])
 def test_ways_to_have_no_picture(value: object) -> None:
     assert media_values(value, "row 0") == []
 
@@ -134,3 +134,8 @@ def test_large_turned_picture_is_upright(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(images, "SHRINK_ABOVE", 1000)
     out = decode_image(encoded(noise(60, 90), "JPEG", exif=exif), "x", lambda size: (size[0] // 3, size[1] // 3))
     assert out.size == (20, 30)
+
+
+def test_base64_without_its_head_is_unreadable_and_says_what_is_missing() -> None:
+    with pytest.raises(PictureError, match=r"is no path: File name too long.*data:image/png;base64,"):
+        locate("iVBORw0KGgo" * 1000, None, "row 3, image 0")

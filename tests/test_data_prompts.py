@@ -146,3 +146,26 @@ def test_proof_finds_every_disagreement(processing: Processing, tmp_path: Path, 
         prompt.expanded_ids[0] += 1
     with pytest.raises(DataError, match=r"row 0 \(train-0-0\)"):
         check_prompt(prompt, processing)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "has the part {'type': 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "has the part {'type': 'text', 'text': 5}"),
+        ([{"role": "user", "content": ["x"]}], "has the part x"),
+        ("half \ud800", "half of a character"),
+    ],
+)
+def test_text_that_cannot_be_tokenised_is_named(
+    processing: Processing, tmp_path: Path, prompt: object, fault: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        build(processing, tmp_path, {"prompt": prompt})
+    assert fault in str(caught.value) and "row 0" in str(caught.value)
+
+
+def test_a_format_prompt_in_another_encoding_is_named(processing: Processing, tmp_path: Path) -> None:
+    (tmp_path / "f.jinja").write_bytes("é {{ content }}".encode("latin-1"))
+    with pytest.raises(DataError, match=r"cannot read .*f\.jinja as UTF-8 text"):
+        build(processing, tmp_path, {"prompt": "q"}, format_prompt=str(tmp_path / "f.jinja"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -166,3 +167,35 @@ def test_modelscope_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "modelscope", None)
     with pytest.raises(DataError, match="pip install modelscope"):
         load_rows("owner/name@train")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ("https://huggingface.co/datasets/a/b@train", "is an address"),
+        ("@train", "no file or folder"),
+        ("a/" * 3000 + "x.json", "no file or folder"),
+    ],
+)
+def test_a_source_that_cannot_be_is_named_without_a_network_attempt(spec: str, fault: str) -> None:
+    with pytest.raises(DataError, match=fault):
+        parse_spec(spec)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_that_is_nested_without_end_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(DataError, match="not valid JSON"):
+        load_rows(str(tmp_path / name))
+
+
+def test_one_json_object_over_many_lines_says_what_is_readable(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"data": [{"a": 1}]}, indent=1))
+    with pytest.raises(DataError, match="one list of objects"):
+        load_rows(str(tmp_path / "rows.json"))

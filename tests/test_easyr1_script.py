@@ -72,9 +72,9 @@ def test_the_qwen3_vl_4b_script_trains_and_merges(checkout: Path, dtype: str) ->
     assert merged.dtype == getattr(torch, dtype)
     trained = load_trained(actor, dtype=torch.float32)
     before = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)
-    ), "training moved nothing"
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)), (
+        "training moved nothing"
+    )
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which color?"}]}
     prompt = processor.apply_chat_template([message], add_generation_prompt=True)
     inputs = processor(text=[prompt], images=[Image.new("RGB", (64, 64), "red")], return_tensors="pt")

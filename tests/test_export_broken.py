@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 from pathlib import Path
@@ -87,3 +88,26 @@ def test_an_earlier_export_survives_a_later_damage(actor: Path, capsys: pytest.C
     (actor / "__0_0.distcp").unlink()
     assert main(["merge", "--local_dir", str(actor)]) == 1
     load(actor / "huggingface", "auto")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("files", 3, "foveal.json is damaged (TypeError: files is a int)"),
+        ("model_class", "pipeline", "has no model pipeline"),
+        ("source_dtype", "float8_e4m3fn", "float8_e4m3fn, not a type that weights are saved in"),
+    ],
+)
+def test_information_that_cannot_be_used(
+    actor: Path, capsys: pytest.CaptureFixture[str], key: str, value: object, named: str
+) -> None:
+    path = actor / "foveal.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert named in merge(actor, capsys)
+
+
+def test_a_configuration_that_its_class_refuses(actor: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = actor / "huggingface" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_config": "none"}))
+    assert main(["merge", "--local_dir", str(actor)]) == 1
+    assert "config.json: cannot read the model's configuration" in capsys.readouterr().err

@@ -65,3 +65,11 @@ def test_one_bad_result_spoils_only_its_own_answer() -> None:
     outcomes = to_outcomes([1.0, None], 2)
     assert outcomes[0] == {"overall": 1.0}
     assert isinstance(outcomes[1], Failure)
+
+
+def test_keys_of_a_class_of_the_users_own_become_plain_text() -> None:
+    class Key(str):
+        pass
+
+    outcome = to_outcome({"overall": 1.0, Key("part"): 0.5})
+    assert isinstance(outcome, dict) and [type(key) for key in outcome] == [str, str]

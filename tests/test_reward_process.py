@@ -222,3 +222,48 @@ def test_interrupt_from_the_terminal_does_not_reach_the_reward_process(tmp_path:
         runner.submit(group := make_group("x", "a"))
         runner.finish()
     assert group.responses[0].rewards["group"] != os.getpgrp()
+
+
+@pytest.mark.parametrize("place", ["import", "call"])
+def test_a_process_that_the_function_forked_and_let_run_on_answers_nothing(tmp_path: Path, place: str) -> None:
+    at_import, in_call = ("os.fork()", "") if place == "import" else ("", "child = os.fork() == 0")
+    source = f"""
+    import os
+    child = False
+    {at_import or "pass"}
+    def compute_score(inputs):
+        {in_call or "child = False"}
+        return [9.0 if child else 1.0] * len(inputs)
+    """
+    with make_runner(tmp_path, source) as runner:
+        for _ in range(3):
+            group = make_group("red", "a", "b")
+            runner.submit(group)
+            runner.finish()
+            assert overall(group) == [1.0, 1.0]
+
+
+def test_an_error_without_a_usable_message_is_still_told(tmp_path: Path) -> None:
+    source = """
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError
+    def compute_score(inputs):
+        raise Odd
+    """
+    with make_runner(tmp_path, source) as runner:
+        runner.submit(make_group("red", "a"))
+        with pytest.raises(RewardError, match="raised Odd: <exception str"):
+            runner.finish()
+
+
+def test_an_endless_message_is_cut(tmp_path: Path) -> None:
+    source = """
+    def compute_score(inputs):
+        raise ValueError("x" * 1_000_000)
+    """
+    with make_runner(tmp_path, source) as runner:
+        runner.submit(make_group("red", "a"))
+        with pytest.raises(RewardError) as caught:
+            runner.finish()
+    assert len(str(caught.value)) < 30_000

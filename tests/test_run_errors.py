@@ -106,6 +106,12 @@ class TestBeforeAModelIsLoaded:
         error = failure(small_run(tmp_path, "qwen3_vl", "trainer.n_gpus_per_node=4"), capsys)
         assert "set trainer.n_gpus_per_node=1" in error
 
+    def test_a_folder_that_cannot_be_written_to(self, tmp_path: Path, capsys: Capture) -> None:
+        (tmp_path / "file").write_text("")
+        change = f"trainer.save_checkpoint_path={tmp_path}/file/run"
+        error = failure(small_run(tmp_path, "qwen3_vl", change), capsys)
+        assert "trainer.save_checkpoint_path" in error and f"{tmp_path}/file/run" in error
+
     def test_an_unknown_sampling_parameter_of_validation(self, tmp_path: Path, capsys: Capture) -> None:
         change = "worker.rollout.val_override_config={temprature: 0.5}"
         assert "temprature" in failure(small_run(tmp_path, "qwen3_vl", change), capsys)
@@ -129,7 +135,6 @@ def test_a_reward_function_that_breaks_its_contract(
     assert all(text in error for text in expected), error
 
 
-
 @pytest.mark.parametrize(("value", "all_one", "all_zero"), [("1.0", 12, 0), ("0.0", 0, 12)])
 def test_filtering_that_keeps_nothing_gives_an_account(
     tmp_path: Path, capsys: Capture, value: str, all_one: int, all_zero: int
@@ -145,6 +150,12 @@ def test_filtering_that_keeps_nothing_gives_an_account(
     for text in ("3 tries", "12 groups", f"{all_one} all-one", f"{all_zero} all-zero", "'accuracy'", "0.01", "0.99"):
         assert text in error, error
     assert "One of the answers" in error
+
+
+def test_filtering_by_a_key_that_no_answer_has_names_those_there_are(tmp_path: Path, capsys: Capture) -> None:
+    changes = ("algorithm.online_filtering=true", "algorithm.filter_key=acuracy", "trainer.max_try_make_batch=1")
+    error = failure(small_run(tmp_path, "qwen3_vl", *changes), capsys)
+    assert "4 without the key (what was scored has accuracy, overall)" in error and "'acuracy'" in error
 
 
 def test_a_print_config_opens_nothing_and_exits_by_the_configuration(tmp_path: Path, capsys: Capture) -> None:

@@ -122,3 +122,15 @@ def test_the_console_loads_nothing_heavy() -> None:
         "import sys, foveal.track.console; sys.exit(bool({'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_reader_that_has_gone_leaves_no_error_behind() -> None:
+    code = "from foveal.cli import main; import sys; sys.exit(main(['--help']))"
+    command = f'set -o pipefail; {sys.executable} -c "{code}" | true'
+    done = subprocess.run(["bash", "-c", f"{command}; echo $?"], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n" and done.stderr == ""
+
+
+def test_errors_stand_apart_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    console.error("error: x")
+    assert capsys.readouterr() == ("", "\nerror: x\n")

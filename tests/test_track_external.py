@@ -12,6 +12,7 @@ import pytest
 from foveal.track.backends import Backend, RunInfo
 from foveal.track.external import Background, close_all
 from foveal.track.samples import Sample
+from foveal.track.trackers import _RunIds
 from foveal.types import Metrics
 
 RUN = RunInfo("p", "e", {}, Path("run"), resume_step=0, run_id=None)
@@ -129,3 +130,12 @@ def test_a_hanging_tracker_takes_no_time_from_the_others(hanging: Memory, ids: l
         tracker.log({"a": 1.0}, 1)
     close_all(trackers, seconds=0.5)
     assert good.logged == [({"a": 1.0}, 1)]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_a_damaged_file_of_run_ids_starts_new_runs(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trackers.json").write_text(content)
+    assert _RunIds(tmp_path / "trackers.json", resume_step=1).get("wandb") is None
+    assert "is damaged: trackers start a new run" in warnings_of(capsys)[0]

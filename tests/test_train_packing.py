@@ -56,7 +56,7 @@ def packed(
     scorer = TokenScorer(model, forbidden_ids=FORBIDDEN, temperature=TEMPERATURE, autocast=None)
     model.zero_grad()
     for pack in packs_of(model, groups, shared=shared, budget=budget):
-        logprobs = scorer(pack)
+        logprobs = scorer(pack).logprobs
         pack.store("logprobs", logprobs)
         logprobs.square().sum().backward()
     flat = np.concatenate([r.columns["logprobs"] for g in groups for r in g.responses])

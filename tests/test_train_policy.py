@@ -180,9 +180,23 @@ def test_the_old_pass_is_skipped_only_where_it_changes_nothing(overrides: list[s
 def test_learning_rate_warms_up_then_follows_the_schedule() -> None:
     base = ["worker.rollout.n=2", "worker.actor.optim.lr=1.0", "worker.actor.optim.lr_warmup_steps=2"]
     constant = load_config(base)
-    assert [learning_rate(s, 6, constant) for s in (1, 2, 3, 6)] == [0.5, 1.0, 1.0, 1.0]
+    assert [learning_rate(s, 6, constant.worker.actor.optim) for s in (1, 2, 3, 6)] == [0.5, 1.0, 1.0, 1.0]
     cosine = load_config([*base, "worker.actor.optim.lr_scheduler_type=cosine", "worker.actor.optim.min_lr_ratio=0.1"])
-    rates = [learning_rate(s, 6, cosine) for s in (2, 4, 6)]
+    rates = [learning_rate(s, 6, cosine.worker.actor.optim) for s in (2, 4, 6)]
     assert rates == pytest.approx([1.0, 0.55, 0.1])
     ratio = load_config([*base[:2], "worker.actor.optim.lr_warmup_ratio=0.5"])
-    assert learning_rate(3, 8, ratio) == 0.75
+    assert learning_rate(3, 8, ratio.worker.actor.optim) == 0.75
+
+
+def test_answers_of_an_earlier_policy_keep_its_log_probabilities(folder: Path) -> None:
+    """What dynamic sampling left over from the step before is off-policy, and the ratio must say so."""
+    policy = make_policy(folder)
+    groups = prepared_groups(policy)
+    for group in groups[1:]:
+        for response in group.responses:
+            del response.columns["old_logprobs"]
+    kept = [r.columns["old_logprobs"].copy() for r in groups[0].responses]
+    metrics = policy.update(groups, step=1, total_steps=1, kl_coef=0.5)
+    assert metrics["actor/ppo_kl"] != 0
+    found = [r.columns["old_logprobs"] for r in groups[0].responses]
+    assert all(np.array_equal(a, b) for a, b in zip(found, kept, strict=True))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from foveal.cli import main
+from foveal.data.loader import PromptLoader
+from foveal.errors import ModelError
+from foveal.reward.contract import FunctionInfo
+from foveal.reward.pool import RewardProcess
 from foveal.train.checkpoint import load_trained
+from foveal.types import Media, Prompt
 from tests.small_run import read_log, small_run
 
 
@@ -114,6 +123,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     assert numbers[0] == numbers[1] and len(numbers[0]) == 4
 
 
+def test_a_step_is_one_record_with_everything_that_happened_in_it(tmp_path: Path) -> None:
+    assert main(["train", *small_run(tmp_path), "trainer.max_steps=2", "trainer.val_freq=1"]) == 0
+    records = read_log(tmp_path / "run")
+    assert [r["step"] for r in records] == [1, 2]
+    assert "save_checkpoint" in records[1]["timing_s"] and "validation" in records[1]["timing_s"]
+
+
 @pytest.mark.parametrize(
     ("asked", "steps"),
     [
@@ -126,6 +142,65 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
 def test_validation_comes_when_it_is_asked_for(tmp_path: Path, asked: list[str], steps: list[int]) -> None:
     assert main(["train", *small_run(tmp_path), "trainer.max_steps=3", *asked]) == 0
     assert [r["step"] for r in read_log(tmp_path / "run") if "val" in r] == steps
+
+
+def test_a_validation_without_any_score_is_not_repeated(tmp_path: Path) -> None:
+    reward = tmp_path / "nan.py"
+    reward.write_text("def score(rows):\n    return [{'overall': float('nan')} for _ in rows]\n")
+    change = f"worker.reward.reward_function={reward}:score"
+    assert main(["train", *small_run(tmp_path, "qwen2_5_vl", change, "trainer.val_freq=1")]) == 0
+    assert sum("timing_s" in r and "validation" in r["timing_s"] for r in read_log(tmp_path / "run")) == 1
+
+
+def test_a_validation_keeps_no_pictures_of_earlier_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    batches = PromptLoader.batches
+
+    def watched(self: PromptLoader) -> Iterator[list[Prompt]]:
+        seen: list[weakref.ref[Media]] = []
+        for prompts in batches(self):
+            seen += [weakref.ref(medium) for prompt in prompts for medium in prompt.media]
+            yield prompts
+            gc.collect()
+            alive.append(sum(medium() is not None for medium in seen))
+
+    monkeypatch.setattr(PromptLoader, "batches", watched)
+    assert main(["train", *small_run(tmp_path), "trainer.val_only=true", "data.val_batch_size=1"]) == 0
+    assert len(alive) == 8 and max(alive) <= 2
+
+
+def test_a_reward_function_that_fails_late_costs_nothing_learned(tmp_path: Path) -> None:
+    reward = tmp_path / "late.py"
+    reward.write_text(
+        "calls = []\n\n\ndef score(rows):\n    calls.append(1)\n    assert len(calls) < 3, 'deliberate failure'\n"
+        "    return [{'overall': i % 2} for i in range(len(rows))]\n"
+    )
+    args = small_run(tmp_path, "qwen2_5_vl", f"worker.reward.reward_function={reward}:score", "trainer.max_steps=4")
+    assert main(["train", *args]) == 1
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
+    assert main(["train", *args]) == 0
+    assert [r["step"] for r in read_log(tmp_path / "run") if "actor" in r] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_start_that_fails_leaves_no_reward_process(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ModelError("deliberate failure")
+
+    started: list[RewardProcess] = []
+    load = RewardProcess.load
+
+    def noted(self: RewardProcess) -> FunctionInfo:
+        started.append(self)
+        return load(self)
+
+    monkeypatch.setattr(RewardProcess, "load", noted)
+    monkeypatch.setattr("foveal.cluster.worker.load_model", fail)
+    args = small_run(tmp_path)
+    assert main([command, *([str(tmp_path / "model_qwen2_5_vl")] if command == "eval" else []), *args]) == 1
+    assert started and not any(process.alive for process in started)
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +251,15 @@ def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
     final = [r for r in read_log(run) if "val" in r][-1]
     assert final["val"]["reward_score"] == scores[0][0]["reward_score"]
+
+
+def test_eval_takes_a_checkpoint_under_another_name(tmp_path: Path) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    shutil.move(tmp_path / "run" / "global_step_1", tmp_path / "best")
+    assert main(["eval", str(tmp_path / "best"), *args]) == 0
+    (record,) = read_log(tmp_path / "run" / "eval")
+    assert record["step"] == 1
 
 
 def test_val_only_scores_the_model_path(tmp_path: Path) -> None:

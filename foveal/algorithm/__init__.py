@@ -3,6 +3,8 @@
 from foveal.algorithm import advantages, losses  # noqa: F401  (importing them registers what they hold)
 from foveal.algorithm.aggregate import aggregate, count
 from foveal.algorithm.batch import Advantages, LossBatch, StepBatch, mean_per_response, rewards_per_token
+from foveal.algorithm.correction import gap_metrics, importance_weights
+from foveal.algorithm.distribution import entropy, kl_full
 from foveal.algorithm.kl import KLController, kl_penalty
 from foveal.algorithm.registry import (
     AdvantageEstimator,
@@ -20,8 +22,12 @@ __all__ = [
     "StepBatch",
     "aggregate",
     "count",
+    "entropy",
+    "gap_metrics",
     "get_advantage",
     "get_loss",
+    "importance_weights",
+    "kl_full",
     "kl_penalty",
     "mean_per_response",
     "register_advantage",

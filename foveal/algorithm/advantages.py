@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveal.algorithm.batch import AdvantageConfig, Advantages, StepBatch
+from foveal.algorithm.batch import AdvantageConfig, Advantages, StepBatch, rewards_per_token, written_tokens
 from foveal.algorithm.registry import register_advantage
+from foveal.errors import ConfigError
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -25,8 +26,18 @@ def grpo(batch: StepBatch, config: AdvantageConfig) -> Advantages:
     all equal gets exactly 0, and so does a group of one, which has nothing to compare with (EasyR1 refuses it, verl
     uses the bare score).
     """
-    groups = _Groups(batch)
-    return _same_for_all_tokens(batch, groups.centred / (groups.std + STD_EPSILON))
+    groups = _Groups(batch.totals, batch.group)
+    return _same_for_all_tokens(batch, groups.standardised)
+
+
+@register_advantage("dr_grpo", needs_group=True)
+def dr_grpo(batch: StepBatch, config: AdvantageConfig) -> Advantages:
+    """GRPO done right: A_i = total_i − mean of the group, so hard and easy prompts are not weighted by 1 / std.
+
+    Liu et al., arXiv 2503.20783, section 3. Its other half is to divide summed token losses by a constant instead of
+    by each response's length: `loss_avg_mode=seq_sum_norm`.
+    """
+    return _same_for_all_tokens(batch, _Groups(batch.totals, batch.group).centred)
 
 
 @register_advantage("grpo_passk", needs_group=True)
@@ -37,7 +48,7 @@ def grpo_passk(batch: StepBatch, config: AdvantageConfig) -> Advantages:
     best total is shared gets none. EasyR1 documents the same, but its code leaves the raw score on the others, which
     would push every response with a positive score; that is not repeated here.
     """
-    groups = _Groups(batch)
+    groups = _Groups(batch.totals, batch.group)
     descending = torch.argsort(batch.totals, descending=True, stable=True)
     ranked = descending[torch.argsort(groups.index[descending], stable=True)]
     first = groups.sizes.cumsum(0) - groups.sizes
@@ -54,9 +65,66 @@ def rloo(batch: StepBatch, config: AdvantageConfig) -> Advantages:
 
     Ahmadian et al., arXiv 2402.14740; equal to n / (n − 1) · (total_i − mean of the group). A group of one gets 0.
     """
-    groups = _Groups(batch)
+    groups = _Groups(batch.totals, batch.group)
     sizes = groups.sizes[groups.index]
     return _same_for_all_tokens(batch, groups.centred * sizes / (sizes - 1).clamp(min=1))
+
+
+@register_advantage("opo", needs_group=True)
+def opo(batch: StepBatch, config: AdvantageConfig) -> Advantages:
+    """On-policy RL with the optimal baseline: A_i = total_i − Σ_j l_j · total_j / Σ_j l_j over its group.
+
+    l is the number of tokens that the model wrote, which stands for the squared norm of a response's gradient: the
+    baseline with the least variance. Hao et al., arXiv 2505.23585. Empty responses weigh nothing.
+    """
+    groups = _Groups(batch.totals, batch.group)
+    lengths = written_tokens(batch.lengths, batch.mask).double()
+    # In terms of what is centred already, so that a group of equal totals keeps its exact zeros.
+    offset = groups.sum(lengths * groups.centred) / groups.sum(lengths).clamp(min=1)
+    return _same_for_all_tokens(batch, groups.centred - offset)
+
+
+@register_advantage("maxrl", needs_group=True)
+def maxrl(batch: StepBatch, config: AdvantageConfig) -> Advantages:
+    """Maximum likelihood RL: A_i = (total_i − mean of the group) / mean of the group, 0 where the mean is not above 0.
+
+    Tajwar, Zeng et al., arXiv 2602.02710: for scores of 0 and 1 and groups of n its expectation is the gradient of
+    Σ_{k < n} pass@k / k, the expansion of the log-likelihood of success, so rare successes count most. The paper knows
+    only 0 and 1. Scores of 0 or more are taken as they are; where negative ones (or a KL in the reward) bring the mean
+    below the group's best / n, that takes its place, so that an advantage cannot explode.
+    """
+    groups = _Groups(batch.totals, batch.group)
+    floor = groups.highest / groups.sizes[groups.index]
+    advantages = torch.where(groups.mean > 0, groups.centred / torch.maximum(groups.mean, floor), 0.0)
+    return _same_for_all_tokens(batch, advantages)
+
+
+@register_advantage("gdpo", needs_group=True, needs_parts=True)
+def gdpo(batch: StepBatch, config: AdvantageConfig) -> Advantages:
+    """Group reward-decoupled normalization: each part of the reward is normalised by itself before they are summed.
+
+    S_i = Σ_k weight_k · (part_ki − mean of part k in the group) / (its std + 1e-6), then
+    A = (S − mean) / sqrt(var + 1e-8) over all responses of the step; Liu et al., arXiv 2601.05242, eq. 4–6 (verl takes
+    the last statistics over tokens, so that long responses count more). Parts and weights are those of
+    `algorithm.reward_parts`. An answer without a part (NaN) gets nothing from it and is left out of its statistics.
+    The overall score and a KL in the reward are not used.
+
+    Raises:
+        ConfigError: `reward_parts` is empty or names a part that the batch has not.
+    """
+    assert batch.parts is not None
+    absent = [name for name in config.reward_parts if name not in batch.parts]
+    if absent or not config.reward_parts:
+        raise ConfigError(
+            f"algorithm.reward_parts={dict(config.reward_parts)}: adv_estimator=gdpo needs at least one part, each a "
+            f"number that the reward function returns; it returned {', '.join(sorted(batch.parts)) or 'none'}"
+        )
+    sums = torch.zeros_like(batch.totals)
+    for name, weight in config.reward_parts.items():
+        part = batch.parts[name].double()
+        known = ~part.isnan()
+        sums[known] += weight * _Groups(part[known], batch.group[known]).standardised
+    return _same_for_all_tokens(batch, _whiten(sums, torch.ones_like(sums, dtype=torch.bool)))
 
 
 @register_advantage("reinforce_plus_plus")
@@ -71,6 +139,22 @@ def reinforce_plus_plus(batch: StepBatch, config: AdvantageConfig) -> Advantages
     mask_after = torch.zeros_like(rewards)
     mask_after[:-1] = batch.mask[1:]
     returns = _scan_back(rewards, config.gamma * mask_after, batch.lengths)
+    return _on_written(batch, _whiten(returns, batch.mask), returns)
+
+
+@register_advantage("reinforce_plus_plus_baseline", needs_group=True)
+def reinforce_plus_plus_baseline(batch: StepBatch, config: AdvantageConfig) -> Advantages:
+    """REINFORCE++ with a group baseline: the score less its group's mean, then as `reinforce_plus_plus`.
+
+    G_t = r_t + γ · G_{t+1} with score − mean of the group's scores in the score's place, A = (G − mean) /
+    sqrt(var + 1e-8) over all written tokens of the step; Hu et al., arXiv 2501.03262, "REINFORCE++ w/ baseline". Unlike
+    there, returns step over tokens that the model did not write, since every token shares the response's score. The
+    paper has the KL in the loss (k2); one in the reward stays with its token. `returns` holds G.
+    """
+    groups = _Groups(batch.scores.double(), batch.group)
+    shift = rewards_per_token(groups.centred - batch.scores.double(), batch.lengths, batch.mask)
+    mask = batch.mask.double()
+    returns = _scan_back(mask * (batch.token_rewards.double() + shift), mask * config.gamma + (1 - mask), batch.lengths)
     return _on_written(batch, _whiten(returns, batch.mask), returns)
 
 
@@ -112,26 +196,35 @@ def gae(batch: StepBatch, config: AdvantageConfig) -> Advantages:
 
 
 class _Groups:
-    """Group statistics of a step's totals; per response except where said. float64.
+    """Group statistics of one number per response; (R,) float64 except where said.
+
+    Args:
+        values: (R,) float64, without NaN. group: (R,) int64, as in `StepBatch`.
 
     Attributes:
         index: (R,) int64, groups renumbered from 0. sizes: (G,) int64.
-        centred: total − mean of its group, exactly 0 where the group's totals are all equal.
+        mean, highest: of the response's group.
+        centred: value − mean of its group, exactly 0 where the group's values are all equal.
         std: unbiased standard deviation of its group, exactly 0 where they are all equal or alone.
     """
 
-    def __init__(self, batch: StepBatch):
-        totals = batch.totals
-        _, self.index, self.sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
-        empty = totals.new_zeros(self.sizes.shape[0])
-        mean = empty.index_add(0, self.index, totals) / self.sizes
-        highest = empty.scatter_reduce(0, self.index, totals, "amax", include_self=False)
-        lowest = empty.scatter_reduce(0, self.index, totals, "amin", include_self=False)
+    def __init__(self, values: Tensor, group: Tensor):
+        _, self.index, self.sizes = torch.unique(group, return_inverse=True, return_counts=True)
+        empty = values.new_zeros(self.sizes.shape[0])
+        self.mean = self.sum(values) / self.sizes[self.index]
+        self.highest = empty.scatter_reduce(0, self.index, values, "amax", include_self=False)[self.index]
+        lowest = empty.scatter_reduce(0, self.index, values, "amin", include_self=False)[self.index]
         # Rounding of the mean would otherwise leave a difference, which a tiny std blows up.
-        equal = (highest == lowest)[self.index]
-        self.centred = torch.where(equal, 0.0, totals - mean[self.index])
-        squares = empty.index_add(0, self.index, self.centred.square())
-        self.std = (squares / (self.sizes - 1).clamp(min=1)).sqrt()[self.index]
+        self.centred = torch.where(self.highest == lowest, 0.0, values - self.mean)
+        self.std = (self.sum(self.centred.square()) / (self.sizes - 1).clamp(min=1)[self.index]).sqrt()
+
+    @property
+    def standardised(self) -> Tensor:
+        return self.centred / (self.std + STD_EPSILON)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Of a number per response, the sum over its group, for each response."""
+        return values.new_zeros(self.sizes.shape[0]).index_add(0, self.index, values)[self.index]
 
 
 def _same_for_all_tokens(batch: StepBatch, per_response: Tensor) -> Advantages:

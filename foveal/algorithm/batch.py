@@ -7,6 +7,7 @@ the model wrote; a response may also hold others (tool results), which take no p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -22,6 +23,8 @@ class AdvantageConfig(Protocol):
     def gamma(self) -> float: ...
     @property
     def lam(self) -> float: ...
+    @property
+    def reward_parts(self) -> Mapping[str, float]: ...
 
 
 class LossConfig(Protocol):
@@ -51,6 +54,7 @@ class StepBatch:
         mask: (N,) bool, True on tokens that the model wrote.
         baselines: (R,) float, ReMax: the score of the greedy answer to the response's prompt, NaN where it has none.
         values: (N,) float, the critic's value of the state before each token.
+        parts: GDPO: by name, further numbers of the reward function, each (R,) float, NaN where an answer has none.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -63,10 +67,12 @@ class StepBatch:
     mask: Tensor
     baselines: Tensor | None = None
     values: Tensor | None = None
+    parts: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         responses, tokens = self.lengths.shape[0], int(self.lengths.sum())
         _check_shapes("StepBatch", responses, scores=self.scores, group=self.group, baselines=self.baselines)
+        _check_shapes("StepBatch.parts", responses, **(self.parts or {}))
         _check_shapes("StepBatch", tokens, token_rewards=self.token_rewards, mask=self.mask, values=self.values)
 
     @cached_property
@@ -175,7 +181,7 @@ def rewards_per_token(
     return rewards
 
 
-def _check_shapes(owner: str, size: int, **tensors: Tensor | None) -> None:
+def _check_shapes(owner: str, size: int, /, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != (size,):
             raise ValueError(f"{owner}.{name} has shape {tuple(tensor.shape)}, but must have ({size},)")

@@ -36,12 +36,25 @@ def ppo_clip(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
     return losses, {**_common_stats(batch, log_ratio), **stats}
 
 
+@register_loss("policy_gradient")
+def policy_gradient(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
+    """REINFORCE: −A · log π, without a ratio, so without a clip.
+
+    Williams 1992; Sutton et al. 1999, theorem 1. It is the policy gradient only while the policy is still the one that
+    sampled, hence with one optimizer step per batch (`ppo_epochs=1`, `global_batch_size` = `rollout_batch_size`).
+    """
+    losses = -_written(batch, batch.advantages) * _written(batch, batch.logprobs)
+    return losses, _common_stats(batch, _log_ratio(batch))
+
+
 @register_loss("gspo")
 def gspo(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
     """Group sequence policy optimization: PPO's clip on one ratio per response.
 
     s = exp(mean over the response's tokens of log π − log π_old) takes the ratio's place; arXiv 2507.18071, section
-    4.1. The paper averages by sequence (`loss_avg_mode=seq`) and has no dual clip; as in EasyR1 the dual clip stays on.
+    4.1. The paper averages by sequence (`loss_avg_mode=seq`), with clips of 3e-4 and 4e-4, and has no dual clip; as in
+    EasyR1 the dual clip stays on, which acts only where s exceeds `clip_ratio_dual`. EasyR1's own `gspo` multiplies
+    (responses,) by (responses, tokens) and raises; its script uses `gspo_token`.
     """
     log_ratio = _log_ratio(batch)
     losses, stats = _clipped(batch, config, _sequence_log_ratio(batch, log_ratio))
@@ -53,7 +66,8 @@ def gspo_token(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
     """GSPO with a gradient per token, so that advantages may differ within a response.
 
     s_t = sg(s) · π / sg(π) takes the ratio's place, sg stopping the gradient: the value of `gspo`, the gradient of each
-    token's own log-probability; arXiv 2507.18071, section 4.3. Dual clip as in `gspo`.
+    token's own log-probability; arXiv 2507.18071, section 4.3. With one advantage per response, averaged by sequence,
+    loss and gradient are those of `gspo`. Dual clip as in `gspo`; the formula is EasyR1's.
     """
     log_ratio = _log_ratio(batch)
     sequence = _sequence_log_ratio(batch, log_ratio).detach()
@@ -66,8 +80,8 @@ def cispo(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
     """REINFORCE with a clipped importance weight: every token keeps a gradient.
 
     −A · sg(clip(ratio, 1 − clip_ratio_low, 1 + clip_ratio_high)) · log π, sg stopping the gradient; MiniMax-M1, arXiv
-    2506.13585, section 3.1. The paper sets no lower bound. As in EasyR1 the lower bound is on: with `clip_ratio_low=0`
-    no weight is below 1; 1 or more removes it.
+    2506.13585, section 3.1, averaged by token. The paper sets no lower bound in effect. As in EasyR1 the lower bound is
+    on: with `clip_ratio_low=0` (EasyR1's script) no weight is below 1; 1 or more removes it (EasyR1: NaN above 1).
     """
     log_ratio = _log_ratio(batch)
     weight = _clip(_ratio(log_ratio), config).detach()
@@ -79,8 +93,9 @@ def cispo(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
 def sapo(batch: LossBatch, config: LossConfig) -> tuple[Tensor, Stats]:
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
-    −A · (4/τ) · sigmoid(τ · (ratio − 1)), τ = tau_positive where A ≥ 0 and tau_negative where A < 0; arXiv 2511.20347.
-    The gate's slope is 1 at ratio 1. The paper averages by sequence (`loss_avg_mode=seq`), EasyR1 by token unless told.
+    −A · (4/τ) · sigmoid(τ · (ratio − 1)), τ = tau_positive where A > 0 and tau_negative where A < 0; arXiv 2511.20347.
+    The gate's slope is 1 at ratio 1. The paper averages by sequence (`loss_avg_mode=seq`), EasyR1 by token
+    unless told; the formula is the same.
     """
     log_ratio = _log_ratio(batch)
     tau = torch.full_like(log_ratio, config.tau_positive).masked_fill(batch.advantages < 0, config.tau_negative)

@@ -38,6 +38,7 @@ class AdvantageEstimator:
         needs_group: compares the answers to one prompt, so `worker.rollout.n` must be at least 2.
         needs_baseline: reads `StepBatch.baselines`, so each prompt also gets a greedy answer.
         needs_values: reads `StepBatch.values`, so there must be a critic.
+        needs_parts: reads `StepBatch.parts`, the numbers that `algorithm.reward_parts` names.
     """
 
     name: str
@@ -45,6 +46,7 @@ class AdvantageEstimator:
     needs_group: bool = False
     needs_baseline: bool = False
     needs_values: bool = False
+    needs_parts: bool = False
 
     def __call__(self, batch: StepBatch, config: AdvantageConfig) -> Advantages:
         """Computes the advantages of a step, without gradient.
@@ -53,10 +55,10 @@ class AdvantageEstimator:
             ValueError: the batch lacks what the estimator needs.
             ConfigError: the result is not an `Advantages` of shape (N,), or is not finite on a written token.
         """
-        if self.needs_baseline and batch.baselines is None:
-            raise ValueError(f"the advantage estimator {self.name} needs StepBatch.baselines, which is None")
-        if self.needs_values and batch.values is None:
-            raise ValueError(f"the advantage estimator {self.name} needs StepBatch.values, which is None")
+        needs = (("baselines", self.needs_baseline), ("values", self.needs_values), ("parts", self.needs_parts))
+        for field, needed in needs:
+            if needed and getattr(batch, field) is None:
+                raise ValueError(f"the advantage estimator {self.name} needs StepBatch.{field}, which is None")
         with torch.no_grad():
             result = self.compute(batch, config)
         self._check(result, batch)
@@ -85,7 +87,12 @@ LOSSES: dict[str, LossFunction] = {}
 
 
 def register_advantage(
-    name: str, *, needs_group: bool = False, needs_baseline: bool = False, needs_values: bool = False
+    name: str,
+    *,
+    needs_group: bool = False,
+    needs_baseline: bool = False,
+    needs_values: bool = False,
+    needs_parts: bool = False,
 ) -> Callable[[Function], Function]:
     """Registers the decorated function as an advantage estimator; the flags are those of `AdvantageEstimator`.
 
@@ -95,7 +102,7 @@ def register_advantage(
 
     def register(function: Function) -> Function:
         _refuse_taken(name, ADVANTAGES, "advantage estimator")
-        ADVANTAGES[name] = AdvantageEstimator(name, function, needs_group, needs_baseline, needs_values)
+        ADVANTAGES[name] = AdvantageEstimator(name, function, needs_group, needs_baseline, needs_values, needs_parts)
         return function
 
     return register

@@ -54,13 +54,18 @@ class Worker:
         if train:
             if actor.model.enable_gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            experience = self._packer(actor.micro_batch_size_per_device_for_experience)
-            self.policy = Policy(config, scorer, self._packer(actor.micro_batch_size_per_device_for_update), experience)
             if config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
-            self.experience_packer = experience
+            self.experience_packer = self._packer(actor.micro_batch_size_per_device_for_experience)
+            self.policy = Policy(
+                config,
+                scorer,
+                self._packer(actor.micro_batch_size_per_device_for_update),
+                self.experience_packer,
+                self.reference,
+            )
         self.weight_version = 0
         self.engine: RolloutEngine = TransformersEngine(
             model,
@@ -147,9 +152,10 @@ class Worker:
             override_config=self.config.worker.actor.model.override_config,
         )
 
-    def load(self, folder: Path) -> None:
-        """Reads weights, and the optimizer's state where one is trained, from the actor's folder of a checkpoint."""
+    def load(self, folder: Path, step: int) -> None:
+        """Reads weights, and the optimizer's state where one is trained, from the actor's folder of step `step`."""
         load_actor(folder, self.model, self.policy.optimizer if self.policy else None)
+        self.weight_version = step
 
     @property
     def _trained(self) -> Policy:

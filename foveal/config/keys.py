@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from foveal.config.schema import Config
@@ -20,10 +20,13 @@ _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     str: "text",
-    dict: "a mapping",
+    dict: "a mapping whose keys are text",
     type(None): "null",
 }
 _SIGNS: tuple[tuple[type, str, str], ...] = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+
+
+_FINITE = ConfigDict(allow_inf_nan=False)  # as `Section` has it
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Key:
 
     def accepts(self, value: Any) -> bool:
         try:
-            TypeAdapter(self.annotation).validate_python(value)
+            TypeAdapter(self.annotation, config=_FINITE).validate_python(value)
         except ValidationError:
             return False
         return True

@@ -70,28 +70,36 @@ def _read(argv: list[str]) -> tuple[Tree, list[str]]:
         problems.append(f"config={files[0]} and config={files[1]}: only one file is read; keep one of them")
     tree: Tree = {}
     if files:
-        tree, doubled = read_yaml_file(files[0])
-        problems += doubled
-    merged = OmegaConf.create(_escape(tree))
+        tree, faults = read_yaml_file(files[0])
+        problems += faults
     for name, text in overrides:
         try:
-            merged = OmegaConf.merge(merged, _escape(_nested(name, read_value(name, text))))
+            _override(tree, name.split("."), read_value(name, text))
         except ConfigError as error:
             problems.append(str(error))
-    assert isinstance(merged, DictConfig)
-    return _resolved(merged, OmegaConf.to_container(merged, resolve=False)), problems
+    try:
+        node = OmegaConf.create(_escape(tree))
+        return _resolved(node, OmegaConf.to_container(node, resolve=False)), problems
+    except RecursionError:
+        raise ConfigError(f"config={', '.join(files)}: an anchor (&) holds itself, or mappings lie too deep") from None
 
 
-def _nested(name: str, value: Any) -> Tree:
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return value
+def _override(tree: Tree, path: list[str], value: Any) -> None:
+    """Sets the value at `path` in place. A mapping is laid over the one that is there; anything else replaces it."""
+    first, *rest = path
+    if not rest and not isinstance(value, dict):
+        tree[first] = value
+        return
+    old = tree.get(first)
+    tree[first] = dict(old) if isinstance(old, dict) else {}  # a copy: an anchor puts one mapping in several places
+    for inner, item in [(rest, value)] if rest else [([key], item) for key, item in value.items()]:
+        _override(tree[first], inner, item)
 
 
 def _escape(value: Any) -> Any:
-    """Guards text that OmegaConf would take for a broken `${…}`."""
+    """Guards text that OmegaConf would take for a broken `${…}`, and the key null, which it does not take."""
     if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
+        return {"null" if key is None else key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_escape(item) for item in value]
     if isinstance(value, str) and "${" in value:
@@ -138,8 +146,6 @@ def _accepted(name: str, value: Any) -> bool:
 
 
 def _unknown_key(name: str) -> str:
-    if name in known_keys():
-        return f"{name}: write it in the file as nested mappings, one for each part"
     meant = nearest_key(name)
     if meant is None:
         return f"{name}: unknown key; `foveal train --print-config` shows all keys"

@@ -8,7 +8,7 @@ from typing import Any
 
 from foveal.config.keys import known_keys
 from foveal.config.schema import Config
-from foveal.config.schema_data import GROUP_ESTIMATORS
+from foveal.config.schema_data import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
     """All rules between keys that the configuration breaks; those of training only where something is trained."""
     rules = [_data, _algorithm, _engine_limits, _val_sampling]
     if not config.trainer.val_only:
-        rules += [_batches, _sampling]
+        rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong]
     return [broken for rule in rules for broken in rule(config)]
 
 
@@ -42,17 +42,14 @@ def unsupported(config: Config) -> list[str]:
     lines = []
     algorithm, actor, trainer = config.algorithm, config.worker.actor, config.trainer
     if not trainer.val_only:
-        if algorithm.adv_estimator in ("gae", "remax"):
-            need = "a critic" if algorithm.adv_estimator == "gae" else "greedy baseline answers"
+        if algorithm.uses_critic:
             lines.append(
-                f"algorithm.adv_estimator={algorithm.adv_estimator}: needs {need}, not in this version yet; "
-                "choose grpo, grpo_passk, reinforce_plus_plus or rloo"
+                f"algorithm.adv_estimator={algorithm.adv_estimator}: needs a critic, not in this version yet; "
+                "choose grpo, rloo, reinforce_plus_plus or remax"
             )
-        if algorithm.kl_penalty == "full" and not algorithm.disable_kl:
-            lines.append(
-                "algorithm.kl_penalty=full: not in this version yet; choose kl, abs, mse or low_var_kl, "
-                "or set algorithm.disable_kl=true"
-            )
+        for key in ("worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"):
+            if config.value(key) == "fp16":
+                lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
         if actor.optim.strategy == "adamw_bf16":
             lines.append(
                 "worker.actor.optim.strategy=adamw_bf16: not in this version yet; set "
@@ -104,6 +101,12 @@ def remarks(config: Config) -> list[str]:
             f"worker.actor.clip_ratio_low={actor.clip_ratio_low:g} with loss_type=cispo keeps importance ratios "
             f"within [{1 - actor.clip_ratio_low:g}, {1 + actor.clip_ratio_high:g}]; 1 means no lower bound"
         ]
+    steps = actor.ppo_epochs * config.data.rollout_batch_size // actor.global_batch_size
+    if actor.loss_type == "policy_gradient" and steps > 1:
+        return [
+            f"worker.actor.loss_type=policy_gradient with {steps} optimizer steps per batch: it has no importance "
+            "ratio, so all but the first take answers of an older policy for the current one's"
+        ]
     return []
 
 
@@ -126,11 +129,26 @@ def _no_effect_reasons(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         "sequences are always packed up to a number of tokens",
         tuple(section + name for section in sections for name in ("padding_free", "dynamic_batching")),
     )
+    yield from _no_effect_of_algorithms(config)
     yield "the reference computes as the actor does", ("worker.ref.fsdp.mp_param_dtype",)
     yield "nothing is compiled in this version", ("worker.actor.use_torch_compile",)
     yield "it meant vLLM's former engine", (rollout + "enable_chunked_prefill",)
     yield "no Ray in this version", ("trainer.ray_timeline",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
+
+
+def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    algorithm, actor = config.algorithm, config.worker.actor
+    if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS and algorithm.adv_estimator != "gdpo":
+        yield "adv_estimator=gdpo only", ("algorithm.reward_parts",)
+    if algorithm.correction == "none":
+        yield "algorithm.correction is none", ("algorithm.correction_low", "algorithm.correction_high")
+    elif algorithm.correction in ("tis", "tis_seq"):
+        yield f"{algorithm.correction} has no lower bound", ("algorithm.correction_low",)
+    if actor.loss_avg_mode != "seq_sum_norm":
+        yield "loss_avg_mode=seq_sum_norm only", ("worker.actor.loss_sum_norm",)
+    if not config.worker.reward.overlong_buffer:
+        yield "worker.reward.overlong_buffer is 0", ("worker.reward.overlong_penalty",)
 
 
 def _is_set(config: Config, key: str) -> bool:
@@ -154,6 +172,74 @@ def _algorithm(config: Config) -> Iterator[BrokenRule]:
             ("algorithm.filter_low", "algorithm.filter_high"),
             f"algorithm.filter_low: {algorithm.filter_low:g} must be below algorithm.filter_high "
             f"({algorithm.filter_high:g}); no group could be kept",
+        )
+
+
+def _kl(config: Config) -> Iterator[BrokenRule]:
+    algorithm = config.algorithm
+    if algorithm.kl_penalty == "full" and algorithm.kl_in_reward:
+        yield BrokenRule(
+            ("algorithm.kl_penalty", "algorithm.use_kl_loss", "algorithm.disable_kl"),
+            "algorithm.kl_penalty: full given, which is computed with the loss, but the KL is taken from the reward; "
+            "set algorithm.use_kl_loss=true, or choose kl, abs, mse or low_var_kl",
+        )
+
+
+def _gdpo(config: Config) -> Iterator[BrokenRule]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "gdpo":
+        return
+    if not algorithm.reward_parts:
+        yield BrokenRule(
+            ("algorithm.reward_parts", "algorithm.adv_estimator"),
+            "algorithm.reward_parts: nothing given, but algorithm.adv_estimator=gdpo sums parts of the reward; name "
+            "numbers that the reward function returns, as algorithm.reward_parts={accuracy: 0.9, format: 0.1}",
+        )
+    if algorithm.kl_in_reward:
+        yield BrokenRule(
+            ("algorithm.use_kl_loss", "algorithm.disable_kl", "algorithm.adv_estimator"),
+            "algorithm.use_kl_loss: false given, but algorithm.adv_estimator=gdpo normalises parts of the reward, "
+            "which a KL is none of; set algorithm.use_kl_loss=true, or algorithm.disable_kl=true",
+        )
+
+
+def _correction(config: Config) -> Iterator[BrokenRule]:
+    """The engine's log-probabilities are used only where they are those of the distribution that is trained."""
+    algorithm, rollout = config.algorithm, config.worker.rollout
+    low, high = algorithm.correction_bounds
+    if low >= high and algorithm.correction in ("mis", "icepop"):
+        yield BrokenRule(
+            ("algorithm.correction_low", "algorithm.correction_high"),
+            f"algorithm.correction_low: {low:g} must be below algorithm.correction_high ({high:g}); "
+            "no token would keep a weight",
+        )
+    from_engine = algorithm.old_logprobs == "rollout"
+    if from_engine and algorithm.correction != "none":
+        yield BrokenRule(
+            ("algorithm.old_logprobs", "algorithm.correction"),
+            f"algorithm.correction: {algorithm.correction} given, but with algorithm.old_logprobs=rollout the loss "
+            "compares with the engine's log-probabilities already; set algorithm.correction=none, or "
+            "algorithm.old_logprobs=auto",
+        )
+    elif from_engine or algorithm.correction != "none":
+        key = "algorithm.old_logprobs" if from_engine else "algorithm.correction"
+        given = {"worker.rollout.top_p": rollout.top_p < 1, "worker.rollout.top_k": rollout.top_k > 0}
+        for name in (name for name, cuts in given.items() if cuts):
+            yield BrokenRule(
+                (name, key),
+                f"{key}: {config.value(key)} given, but with {name}={config.value(name)} the engine's "
+                "log-probabilities are those of a cut distribution, not of the one that is trained; set "
+                f"{name}={'1' if name.endswith('p') else '-1'}, or {key}={'auto' if from_engine else 'none'}",
+            )
+
+
+def _overlong(config: Config) -> Iterator[BrokenRule]:
+    buffer, longest = config.worker.reward.overlong_buffer, config.data.max_response_length
+    if buffer > longest:
+        yield BrokenRule(
+            ("worker.reward.overlong_buffer", "data.max_response_length"),
+            f"worker.reward.overlong_buffer: {buffer} is above data.max_response_length ({longest}); "
+            "every answer would be punished; lower it to that at most",
         )
 
 

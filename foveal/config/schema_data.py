@@ -8,11 +8,32 @@ from pydantic import AfterValidator, Field
 
 from foveal.config.sections import Float, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
 
-ADVANTAGE_ESTIMATORS = ("grpo", "grpo_passk", "reinforce_plus_plus", "remax", "rloo", "gae")
+ADVANTAGE_ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "maxrl",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "gae",
+)
 """The names that `foveal.algorithm` registers."""
 
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "maxrl", "gdpo", "reinforce_plus_plus_baseline")
 """Those that compare the answers to one prompt with each other."""
+
+CORRECTION_BOUNDS = {
+    "none": (0.0, 1.0),
+    "tis": (0.0, 2.0),
+    "tis_seq": (0.0, 2.0),
+    "mis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+}
+"""Lowest and highest importance ratio of each kind where the configuration names none, as in their papers."""
 
 
 class DataConfig(Section):
@@ -95,6 +116,29 @@ class AlgorithmConfig(Section):
     adv_estimator: Annotated[str, AfterValidator(NameOrFile(ADVANTAGE_ESTIMATORS))] = Field(
         default="grpo", description="How rewards become advantages. `FILE:function` loads one of your own."
     )
+    reward_parts: dict[str, Float] = Field(
+        default_factory=dict,
+        description="For `adv_estimator=gdpo`: numbers of the reward function that are normalised by themselves, and "
+        "the weight of each in the sum, as `{accuracy: 0.9, format: 0.1}`.",
+    )
+    old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
+        default="auto",
+        description="Log-probabilities that the update starts from: `recompute` takes a separate pass, `rollout` the "
+        "engine's own. `auto` recomputes them only where more than one optimizer step per batch, or a KL in the "
+        "reward, needs it.",
+    )
+    correction: Literal["none", "tis", "tis_seq", "mis", "icepop"] = Field(
+        default="none",
+        description="Weight of each token where engine and trainer differ: its importance ratio cut at an upper bound "
+        "(`tis`), the same for the whole answer (`tis_seq`), or the ratio of the answer (`mis`) or of the token "
+        "(`icepop`) where it lies within bounds and 0 elsewhere.",
+    )
+    correction_low: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None, description="Lower bound of `mis` and `icepop`; null means 0 for `mis`, 0.5 for `icepop`."
+    )
+    correction_high: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, description="Upper bound of the importance ratio; null means 2, or 5 for `icepop`."
+    )
     disable_kl: bool = Field(default=False, description="Use no KL term; then no reference model is held.")
     use_kl_loss: bool = Field(
         default=False, description="Add the KL term to the loss. false: it is taken from the reward of each token."
@@ -102,7 +146,8 @@ class AlgorithmConfig(Section):
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = Field(
         default="kl",
         description="Estimator of the KL, from log-probabilities of the sampled tokens: their difference (`kl`, k1), "
-        "its absolute value, half its square (`mse`, k2), `low_var_kl` (k3), or the sum over the vocabulary (`full`).",
+        "its absolute value, half its square (`mse`, k2), `low_var_kl` (k3), or the exact sum over the vocabulary "
+        "(`full`, in the loss only).",
     )
     kl_coef: Float = Field(
         default=1e-3, ge=0, description="Weight of the KL term; the first one when `kl_type` is adaptive."
@@ -131,6 +176,25 @@ class AlgorithmConfig(Section):
     def uses_reference(self) -> bool:
         """Whether log-probabilities of a reference model are needed."""
         return not self.disable_kl
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL is taken from the reward of each token rather than added to the loss."""
+        return not self.disable_kl and not self.use_kl_loss
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Lowest and highest importance ratio of `correction`, where null those of its paper."""
+        low, high = CORRECTION_BOUNDS[self.correction]
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """Whether a pass of the reference model scores every answer; the exact KL looks at it during the update."""
+        return self.uses_reference and self.kl_penalty != "full"
 
     @property
     def uses_critic(self) -> bool:

@@ -144,10 +144,6 @@ class TrainedConfig(Section):
         default=16, description="The same for passes without gradient (log-probabilities, values)."
     )
     max_grad_norm: Float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
-    loss_avg_mode: Literal["token", "seq"] = Field(
-        default="token",
-        description="Mean over all tokens of the optimizer step, or over answers of each answer's own mean.",
-    )
     ppo_epochs: Positive = Field(default=1, description="Times that each batch is gone through.")
     padding_free: bool = Field(default=True, description="No effect: sequences are always packed without padding.")
     dynamic_batching: bool = Field(default=True, description="No effect: passes are always filled by number of tokens.")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from foveal.config.schema_model import FsdpConfig, RefOffloadConfig, TrainedConfig
 from foveal.config.sections import Dtype, Float, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
 
-POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo")
+POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient")
 """The names that `foveal.algorithm` registers."""
 
 
@@ -36,6 +36,17 @@ class ActorConfig(TrainedConfig):
         gt=0,
         description="SAPO's temperature for tokens with a negative advantage.",
     )
+    loss_avg_mode: Literal["token", "seq", "seq_sum_norm"] = Field(
+        default="token",
+        description="Mean over all tokens of the optimizer step, over answers of each answer's own mean, or over "
+        "answers of each answer's sum divided by `loss_sum_norm` (Dr. GRPO).",
+    )
+    loss_sum_norm: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, description="Divisor of `loss_avg_mode: seq_sum_norm`; null means `data.max_response_length`."
+    )
+    entropy_coef: Float = Field(
+        default=0.0, ge=0, description="Weight of the mean token entropy, which is taken from the loss as a bonus."
+    )
     use_torch_compile: bool = Field(default=True, description="Compile parts of the forward pass where that helps.")
     shared_prefix: bool = Field(
         default=True,
@@ -51,6 +62,10 @@ class CriticConfig(TrainedConfig):
     """The value model of PPO (`algorithm.adv_estimator=gae`)."""
 
     padding_free: bool = Field(default=False, description="No effect: sequences are always packed without padding.")
+    loss_avg_mode: Literal["token", "seq"] = Field(
+        default="token",
+        description="Mean over all tokens of the optimizer step, or over answers of each answer's own mean.",
+    )
     cliprange_value: Float = Field(
         default=0.5,
         gt=0,
@@ -130,6 +145,14 @@ class RewardConfig(Section):
     )
     reward_function_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the reward function."
+    )
+    overlong_buffer: NotNegative = Field(
+        default=0,
+        description="Tokens before `data.max_response_length` over which `overall` falls, whatever the reward function "
+        "(DAPO's soft overlong punishment); 0 means none.",
+    )
+    overlong_penalty: Float = Field(
+        default=1.0, ge=0, description="How far `overall` has fallen at `data.max_response_length`."
     )
     skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text that is scored.")
     num_cpus: Positive = Field(default=1, description="Processes that a sequential reward function may be spread over.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from foveal.config.keys import known_keys
+from foveal.config.keys import known_keys, section_names
 from foveal.errors import ConfigError
 
 _TEXT = "tag:yaml.org,2002:str"
@@ -40,27 +40,33 @@ def read_yaml_file(path: str) -> tuple[dict[str, Any], list[str]]:
     """Reads a configuration file.
 
     Returns:
-        its mapping, and a line for each key that it holds twice.
+        its mapping, and a line for each key that stands there twice or with dots.
 
     Raises:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
     """
     file = Path(path).expanduser()
-    if not file.exists():
-        raise ConfigError(f"config={path}: no such file (looked in {Path.cwd()}); give the path of a YAML file")
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path}: cannot be read as UTF-8 text: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config={path}: no such file (looked in {Path.cwd()}); give the path of a YAML file"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"config={path}: cannot be read as UTF-8 text ({error}); give the path of a YAML file"
+        ) from None
     try:
-        tree, doubled = _parse(text, "")
+        tree, faults = _parse(text, "")
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}, {_place_and_reason(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or mappings lie too deep in each other") from None
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold the sections data, algorithm, worker, trainer; it holds {tree!r}")
-    return tree, [f"{path}, {line}" for line in doubled]
+    return tree, [f"{path}, {line}" for line in faults]
 
 
 def read_value(name: str, text: str) -> Any:
@@ -75,11 +81,11 @@ def read_value(name: str, text: str) -> Any:
     if key is not None and key.is_text:
         return _plain_text(text)
     try:
-        value, doubled = _parse(text, name)
+        value, faults = _parse(text, name)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}={text}: {_place_and_reason(error)}") from None
-    if doubled:
-        raise ConfigError(f"{name}={text}: {'; '.join(doubled)}")
+    if faults:
+        raise ConfigError(f"{name}={text}: {'; '.join(faults)}")
     return value
 
 
@@ -105,15 +111,15 @@ def _parse(text: str, prefix: str) -> tuple[Any, list[str]]:
         node = loader.get_single_node()
         if node is None:
             return None, []
-        doubled: list[str] = []
-        _mark(node, prefix, doubled, set())
-        return loader.construct_document(node), doubled
+        faults: list[str] = []
+        _mark(node, prefix, faults, set())
+        return loader.construct_document(node), faults
     finally:
         loader.dispose()
 
 
-def _mark(node: yaml.Node, name: str, doubled: list[str], seen: set[int]) -> None:
-    """Tags the scalars of text keys as text, and notes keys that stand twice in a mapping."""
+def _mark(node: yaml.Node, name: str, faults: list[str], seen: set[int]) -> None:
+    """Tags the scalars of text keys as text, and notes keys that stand twice in a mapping or are written with dots."""
     if id(node) in seen:
         return
     seen.add(id(node))
@@ -122,7 +128,7 @@ def _mark(node: yaml.Node, name: str, doubled: list[str], seen: set[int]) -> Non
         node.tag = _TEXT
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _mark(item, "", doubled, seen)
+            _mark(item, "", faults, seen)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}
@@ -130,9 +136,11 @@ def _mark(node: yaml.Node, name: str, doubled: list[str], seen: set[int]) -> Non
         part, line = str(key_node.value), key_node.start_mark.line + 1
         inner = f"{name}.{part}" if name else part
         if part in lines and part != "<<":
-            doubled.append(f"line {line}: {inner} stands there twice, first in line {lines[part]}; keep one of them")
+            faults.append(f"line {line}: {inner} stands there twice, first in line {lines[part]}; keep one of them")
+        if "." in part and (inner in known_keys() or inner in section_names()):
+            faults.append(f"line {line}: {inner}: write it as nested mappings, one for each part")
         lines.setdefault(part, line)
-        _mark(value_node, inner, doubled, seen)
+        _mark(value_node, inner, faults, seen)
 
 
 def _place_and_reason(error: yaml.YAMLError) -> str:

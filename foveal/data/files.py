@@ -50,11 +50,14 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
-        lines = JsonLines([path])
+        try:
+            lines = JsonLines([path])
+        except DataError as error:
+            raise DataError(f"{error} Or the whole file is one list of objects, [{{…}}, …].") from error
         return [lines[index] for index in range(len(lines))]
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON: {error}.") from error
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -65,7 +68,7 @@ def read_json(path: Path) -> list[dict[str, Any]]:
 def _json_row(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not valid JSON: {error}. Every line must be one whole object.") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is a {type(row).__name__}; every line must be one object, {{…}}.")
@@ -81,7 +84,7 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
         try:
             rows = list(reader)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}.") from error
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV in UTF-8: {error}.") from error
     for index, row in enumerate(rows):
         if None in row or None in row.values():
             raise DataError(f"{path}, row {index} has another number of cells than the header's {len(row)}.")
@@ -98,7 +101,9 @@ def read_parquet(files: list[Path]) -> Dataset:
         dataset = datasets.load_dataset("parquet", data_files=[str(path) for path in files], split="train")
     except Exception as error:
         names = ", ".join(str(path) for path in files[:3])
-        raise DataError(f"cannot read {names}: {error.__cause__ or error}") from error
+        raise DataError(
+            f"cannot read {names}: {error.__cause__ or error} (the file is damaged, no parquet, or has no rows)"
+        ) from error
     finally:
         if bars_were_on:
             datasets.enable_progress_bars()

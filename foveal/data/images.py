@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import json
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -65,7 +66,10 @@ def media_values(value: Any, place: str) -> list[Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"{place}: starts with [ and is not a JSON list: {value[:80]!r}.") from error
+            raise DataError(
+                f"{place}: starts with [ and is not a JSON list: {value[:80]!r}. Write it as "
+                f'["a.png", "b.png"], with double quotes.'
+            ) from error
     values = value if isinstance(value, list | tuple) else [value]
     return [item for item in values if not _is_null(item)]
 
@@ -73,6 +77,8 @@ def media_values(value: Any, place: str) -> list[Any]:
 def _is_null(value: Any) -> bool:
     if isinstance(value, dict):
         return not value.get("bytes") and not value.get("path")
+    if isinstance(value, float):  # what pandas writes for a missing cell
+        return math.isnan(value)
     return value is None or (isinstance(value, str) and not value.strip())
 
 
@@ -104,7 +110,14 @@ def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, 
         )
     if isinstance(value, str | Path):
         path = Path(image_dir or "", value).expanduser()
-        if not path.is_file():
+        try:
+            is_file = path.is_file()
+        except OSError as error:  # such as a name that is too long
+            raise PictureError(
+                f"{name}: {str(value)[:60]!r}… ({len(str(value))} characters) is no path: {error.strerror}. A picture "
+                f"in base64 begins with data:image/png;base64,"
+            ) from error
+        if not is_file:
             raise PictureError(f"{name}: there is no file {path} (data.image_dir is {image_dir!r})")
         return path, f"{name} ({path})"
     raise DataError(

@@ -84,6 +84,10 @@ class PromptBuilder:
                 f"{self.data.image_key!r}."
             )
         text = self.processing.render([self._chat_message(message) for message in messages])
+        if broken := re.search("[\ud800-\udfff]", text):
+            raise DataError(
+                f"{place}: the prompt holds {broken[0]!r}, half of a character. Write the data again as valid UTF-8."
+            )
         pictures = [
             locate(image, self.data.image_dir, f"row {index}, image {number}") for number, image in enumerate(images)
         ]
@@ -222,18 +226,29 @@ def _load_template(file: str) -> jinja2.Template:
         return environment.from_string(path.read_text(encoding="utf-8").strip())
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"data.format_prompt: {file}, line {error.lineno}: {error.message}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.format_prompt: cannot read {file} as UTF-8 text ({error}).") from error
 
 
 def _marked(content: Any, place: str) -> str:
     """A message's content as text with marks, whether it came as text or as parts."""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        return "".join(
-            f"<{part['type']}>" if part.get("type") in ("image", "video") else part.get("text") or ""
-            for part in content
-        )
+    if isinstance(content, list):
+        return "".join(_marked_part(part, place) for part in content)
     raise DataError(f"{place}: a message's content is a {type(content).__name__}; it must be text or a list of parts.")
+
+
+def _marked_part(part: Any, place: str) -> str:
+    kind, text = (part.get("type") or "text", part.get("text") or "") if isinstance(part, dict) else (None, None)
+    if kind in ("image", "video"):
+        return f"<{kind}>"
+    if kind == "text" and isinstance(text, str):
+        return text
+    raise DataError(
+        f'{place}: a message has the part {str(part)[:120]}; allowed are {{"type": "text", "text": …}}, '
+        f'{{"type": "image"}} and {{"type": "video"}}, the media themselves being in their own column.'
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -106,8 +106,10 @@ def load_rows(spec: str) -> Rows:
         rows = _read_hub(parsed, spec)
     elif Path(parsed.path).is_dir():
         rows = _read_files(_files_of_split(Path(parsed.path), parsed.split), spec)
-    else:
+    elif Path(parsed.path).is_file():
         rows = _read_files([Path(parsed.path)], spec)
+    else:  # a pipe would be waited for and could not be read twice
+        raise DataError(f"{spec} is neither a file nor a folder. Write the rows to a file first.")
     total = len(rows)
     rows.cut(_bound(parsed.start, total, 0), _bound(parsed.stop, total, total))
     if not len(rows):
@@ -117,22 +119,31 @@ def load_rows(spec: str) -> Rows:
 
 def parse_spec(spec: str) -> Spec:
     """Takes `PATH_OR_HUB_ID[:subset][@split]` apart; a path that exists as written has no split in it."""
-    if Path(spec).expanduser().exists():
+    if _exists(spec):
         return Spec(str(Path(spec).expanduser()), True, None, "train", None, None)
     path, _, split = spec.rpartition("@") if "@" in spec else (spec, "", "")
     match = SPLIT.fullmatch(split)
     if match is None:
         raise DataError(f"{spec}: cannot read the split {split!r}; write `train`, `train[:100]` or `train[10%:20%]`.")
     name, start, stop = match["name"] or "train", match["start"], match["stop"]
-    if Path(path).expanduser().exists():
+    if path and _exists(path):
         return Spec(str(Path(path).expanduser()), True, None, name, start, stop)
     hub_id, _, subset = path.partition(":")
+    if "://" in path:
+        raise DataError(f"{spec} is an address; a run downloads hub data sets only. Give owner/name, or a local path.")
     if HUB_ID.fullmatch(hub_id) is None or Path(hub_id).suffix in EXTENSIONS:
         raise DataError(
             f"no file or folder {path} (looked for from {Path.cwd()}), and it does not look like a hub id "
             f"(`owner/name`). Correct the path in data.train_files / data.val_files."
         )
     return Spec(hub_id, False, subset or None, name, start, stop)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError):  # a name that is too long; a `~name` without a home
+        return False
 
 
 def _bound(text: str | None, total: int, default: int) -> int:
@@ -208,7 +219,8 @@ def _read_hub(spec: Spec, source: str) -> Rows:
         hub = "ModelScope" if modelscope else "the Hugging Face hub"
         raise DataError(
             f"{spec.path} is no file or folder here (looked for from {Path.cwd()}), and loading it from {hub} failed: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. Correct the path or id, or download the data set where there is a "
+            f"network and give its folder."
         ) from error
     dataset = undecoded(dataset)
     return Rows(dataset, dataset.column_names, source)

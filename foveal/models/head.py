@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from foveal.algorithm import entropy, kl_full
 
 _MASKED = -1.0e30
 """Logit of a forbidden id. Finite, so that its probability is exactly 0 without a NaN in any gradient."""
@@ -15,46 +18,87 @@ _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Logits held at once (float32): 32 MB on a CPU, where more would fall out of the cache, and 1 GB on a GPU."""
 
 
-def token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+@dataclass
+class TokenScores:
+    """What the head says of N response tokens.
+
+    Attributes:
+        logprobs: (N,) float32, log p(target).
+        entropy: (N,) float32 in nats, of the whole distribution; None where it wasn't asked for.
+        kl: (N,) float32, the exact KL(policy ‖ reference); None without a reference.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+@dataclass
+class Head:
+    """Last hidden states and the layer that turns them into logits.
+
+    Attributes:
+        hidden: (N, H), each the one that predicts its target.
+        weight: (V, H). bias: (V,) or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def logits(self, rows: slice, temperature: float, forbidden: torch.Tensor) -> torch.Tensor:
+        """(n, V) float32 logits of some tokens, at the sampling temperature, forbidden ids left out."""
+        logits = F.linear(self.hidden[rows], self.weight, self.bias).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        return logits.index_fill(1, forbidden, _MASKED) if forbidden.numel() else logits
+
+
+def score_tokens(
+    head: Head,
     targets: torch.Tensor,
     *,
     temperature: float,
     forbidden: torch.Tensor,
-) -> torch.Tensor:
-    """log p(target) under softmax(logits / temperature) with the forbidden ids left out.
+    with_entropy: bool = False,
+    reference: Head | None = None,
+) -> TokenScores:
+    """log p(target) under softmax(logits / temperature) with the forbidden ids left out, and what else is asked for.
 
-    Computed in float32 over chunks of tokens; in the backward pass each chunk's logits are made again.
+    Computed in float32 over chunks of tokens; in the backward pass each chunk's logits are made again. Everything is
+    differentiable in the head, nothing in the reference.
 
     Args:
-        hidden: (N, H) last hidden states, each the one that predicts its target.
-        weight: (V, H) and bias: (V,) or None: the language-model head.
         targets: (N,) int64.
         forbidden: (F,) int64 ids that are never sampled.
-
-    Returns:
-        (N,) float32
+        with_entropy: also the entropy of each token's distribution.
+        reference: the reference policy's head over the same tokens, for the exact KL.
     """
 
-    def chunk(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, t: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(h, w, b).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        if forbidden.numel():
-            logits = logits.index_fill(1, forbidden, _MASKED)
-        return logits.gather(1, t.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+    def chunk(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> torch.Tensor:
+        logits = Head(hidden, weight, bias).logits(slice(None), temperature, forbidden)
+        found = [logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - logits.logsumexp(1)]
+        if with_entropy:
+            found.append(entropy(logits))
+        if reference is not None:
+            with torch.no_grad():
+                others = reference.logits(rows, temperature, forbidden)
+            found.append(kl_full(logits, others))
+        return torch.stack(found)
 
-    rows = max(1, _CHUNK_ELEMENTS.get(hidden.device.type, 2**23) // weight.shape[0])
-    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
-        pieces = [chunk(h, weight, bias, t) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
-    else:
-        pieces = [
-            checkpoint(chunk, h, weight, bias, t, use_reentrant=False)
-            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
-    return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+    size = max(1, _CHUNK_ELEMENTS.get(head.hidden.device.type, 2**23) // head.weight.shape[0])
+    chunks = [slice(start, start + size) for start in range(0, len(targets), size)]
+    needs_grad = torch.is_grad_enabled() and (head.hidden.requires_grad or head.weight.requires_grad)
+    pieces = []
+    for rows in chunks:
+        arguments = (head.hidden[rows], head.weight, head.bias, rows)
+        pieces.append(checkpoint(chunk, *arguments, use_reentrant=False) if needs_grad else chunk(*arguments))
+    rows_of = iter(torch.cat(pieces, dim=1) if pieces else head.hidden.new_zeros(3, 0, dtype=torch.float32))
+    return TokenScores(
+        logprobs=next(rows_of),
+        entropy=next(rows_of) if with_entropy else None,
+        kl=next(rows_of) if reference is not None else None,
+    )
 
 
 def head_of(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

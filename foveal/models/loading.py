@@ -26,9 +26,11 @@ def load_model(
     """Loads the weights of a supported family in `dtype` onto `device`, with the packed attention installed.
 
     Raises:
-        ModelError: unsupported family, no weights, or an `override_config` key that the configuration lacks.
+        ModelError: unsupported family; weights that are absent, damaged, incomplete or of another shape; or an
+            `override_config` key that the configuration lacks.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
     family = family_of(read_config(model_path), model_path)
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
@@ -38,21 +40,44 @@ def load_model(
                 f"worker.actor.model.override_config: {type(config).__name__} has no attribute {key!r}. "
                 f"It has: {', '.join(sorted(k for k in config.to_dict() if not k.startswith('_')))}."
             )
+        if isinstance(getattr(config, key), PretrainedConfig):
+            raise ModelError(
+                f"worker.actor.model.override_config: {key} is a section of {type(config).__name__}; only single "
+                "values can be replaced. Change it in config.json, in a copy of the model's folder."
+            )
         setattr(config, key, value)
     auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(
+        model, report = auto.from_pretrained(
             model_path,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
+    _refuse_gaps(model_path, report)
     install(model)
     model.to(device)
     return model
+
+
+def _refuse_gaps(model_path: str, report: dict[str, Any]) -> None:
+    """transformers fills weights that it doesn't find with random numbers and goes on."""
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    for fault, names in (
+        ("are missing", report["missing_keys"]),
+        ("have another shape than config.json says", mismatched),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+            raise ModelError(
+                f"{model_path}: {len(names)} weights {fault} ({listed}). Copy the model again, and see that "
+                "config.json belongs to it and worker.actor.model.override_config keeps the sizes."
+            )
 
 
 def freeze_vision_tower(model: nn.Module) -> None:

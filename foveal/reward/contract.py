@@ -92,7 +92,7 @@ def to_outcome(result: Any) -> Outcome:
         number = to_number(value)
         if not isinstance(key, str) or number is None:
             return Failure("broken", f"returned {_show(value)} under the key {key!r} where a number is expected")
-        rewards[key] = number
+        rewards[str.__str__(key)] = number  # plain text: a class of the user's module cannot cross the pipe
     return rewards
 
 

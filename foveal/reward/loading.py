@@ -16,6 +16,8 @@ from typing import Any
 from foveal.errors import RewardError
 from foveal.reward.contract import FunctionInfo, FunctionSpec
 
+LONGEST_ERROR = 500
+LONGEST_TRACEBACK = 20_000
 MODULE_NAME = "_foveal_user_reward"  # private, so that a file called math.py replaces no library
 
 
@@ -71,7 +73,14 @@ def user_traceback(error: BaseException, path: str) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != path:
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    return text if len(text) <= LONGEST_TRACEBACK else f"{text[:LONGEST_TRACEBACK]}…"
+
+
+def short_text(error: BaseException) -> str:
+    """Type and message of `error`, also where its own `__str__` fails, cut to what a person reads."""
+    text = traceback.format_exception_only(error)[-1].strip().removeprefix(f"{MODULE_NAME}.")
+    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"
 
 
 def _import_file(path: str) -> ModuleType:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from foveal.errors import RewardError
 from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome
+from foveal.track.console import note
 
 START_LIMIT = 600.0
 """Seconds that importing the user's file may take (it may load a model)."""
@@ -108,7 +109,7 @@ class RewardProcess:
                 if waited >= limit:
                     return Failure("timeout", f"ran longer than {limit:g} s")
                 if waited >= notice:
-                    print(f"{self.spec.label} is still {doing} after {waited:.0f} s (limit {limit:g} s)", flush=True)
+                    note(f"{self.spec.label} is still {doing} after {waited:.0f} s (limit {limit:g} s)")
                     notice *= 2
             return self._connection.recv()
         except (EOFError, OSError):

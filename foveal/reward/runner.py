@@ -14,6 +14,7 @@ from foveal.errors import RewardError
 from foveal.reward.contract import Failure, FunctionInfo, Outcome
 from foveal.reward.loading import parse_spec
 from foveal.reward.pool import RewardPool
+from foveal.track.console import note
 from foveal.types import Group, Metrics, Response
 
 MIN_BATCH_LIMIT = 2.0
@@ -196,7 +197,7 @@ class RewardRunner:
             self._tell(message)
 
     def _tell(self, message: str) -> None:
-        print(f"reward ({self.role}): {self._started.spec.label} {message}", flush=True)
+        note(f"reward ({self.role}): {self._started.spec.label} {message}")
 
 
 def _cure(failure: Failure, info: FunctionInfo) -> str:
@@ -206,7 +207,7 @@ def _cure(failure: Failure, info: FunctionInfo) -> str:
             'The limit is worker.reward.time_limit for each answer of the call. With REWARD_TYPE = "sequential" only '
             f"the answer that is stuck would be lost. {go_on}"
         )
-    if not info.declares_kind:
+    if not info.declares_kind and failure.kind != "died":
         return (
             "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict "
             f'needs REWARD_TYPE = "sequential". {go_on}'

@@ -14,7 +14,7 @@ from typing import Any
 
 from foveal.errors import RewardError
 from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome, to_outcome, to_outcomes
-from foveal.reward.loading import load_function, user_traceback
+from foveal.reward.loading import load_function, short_text, user_traceback
 
 
 def main() -> None:
@@ -25,13 +25,16 @@ def main() -> None:
     _die_with(life_line)
     connection = Connection(pipe)
     spec: FunctionSpec = connection.recv()
+    own_pid = os.getpid()
     try:
         function, info = load_function(spec)
     except RewardError as error:
         _flush()
+        _end_if_forked(own_pid)
         connection.send(error)
         return
     _flush()
+    _end_if_forked(own_pid)
     connection.send(info)
     while True:
         try:
@@ -40,6 +43,7 @@ def main() -> None:
             return
         outcomes = _score(function, info, spec.path, inputs)
         _flush()
+        _end_if_forked(own_pid)
         connection.send(outcomes)
 
 
@@ -51,8 +55,14 @@ def _score(
             return [to_outcome(function(one)) for one in inputs]
         return to_outcomes(function(inputs), len(inputs))
     except BaseException as error:  # a sys.exit() in a reward must not end the process without a word
-        text = f"raised {type(error).__name__}: {error}"
+        text = f"raised {short_text(error)}"
         return [Failure("raised", text, user_traceback(error, path), covers=len(inputs))] * len(inputs)
+
+
+def _end_if_forked(own_pid: int) -> None:
+    """Ends a process that the user's code forked and let run on: its reply would be taken for that of a later call."""
+    if os.getpid() != own_pid:
+        os._exit(0)
 
 
 def _die_with(life_line: int) -> None:

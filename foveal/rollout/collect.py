@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from foveal.algorithm import get_advantage
 from foveal.cluster.group import Workers
 from foveal.config import Config
 from foveal.data.loader import PromptLoader
 from foveal.errors import DataError
+from foveal.reward.overlong import overlong_penalty
 from foveal.reward.runner import RewardRunner
 from foveal.track.console import note
 from foveal.track.timing import timer
-from foveal.types import Group, Metrics, Prompt, Sampling
+from foveal.train.credit import take_sampled_logprobs
+from foveal.types import Group, Metrics, Prompt, Response, Sampling
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -34,7 +37,8 @@ def training_sampling(config: Config) -> Sampling:
 def validation_sampling(config: Config) -> Sampling:
     """The same for validation: `val_override_config` over the training values, one answer unless it says otherwise."""
     values = {"max_tokens": config.data.max_response_length, **config.worker.rollout.val_sampling}
-    known = {name: values.pop(name) for name in list(values) if name in Sampling.__dataclass_fields__}
+    names = Sampling.__dataclass_fields__.keys() - {"extra"}
+    known = {name: values.pop(name) for name in list(values) if name in names}
     return Sampling(**known, extra=values)
 
 
@@ -45,10 +49,13 @@ def generate_and_score(
     rewards: RewardRunner,
     timings: dict[str, float],
     advance: Callable[[int], None],
+    *,
+    with_baseline: bool = False,
 ) -> tuple[list[Group], Metrics]:
     """Answers all prompts and scores the answers, scoring while others are generated where the reward allows it.
 
     Args:
+        with_baseline: each group also gets a greedy answer with the role "baseline", scored like any other (ReMax).
         timings: seconds are added under "gen" and "reward"; the latter is what scoring took beyond generation.
         advance: called for each finished group.
 
@@ -57,8 +64,14 @@ def generate_and_score(
     """
     order = {prompt.uid: index for index, prompt in enumerate(prompts)}
     groups: list[Group] = []
+    baselines: dict[str, Response] = {}
     with timer(timings, "gen"):
+        if with_baseline:
+            for group in workers.rollout(prompts, replace(sampling, n=1, temperature=0.0)):
+                baselines[group.prompt.uid] = replace(group.responses[0], role="baseline")
         for group in workers.rollout(prompts, sampling):
+            if group.prompt.uid in baselines:
+                group.responses.append(baselines[group.prompt.uid])
             groups.append(group)
             if rewards.streams:
                 rewards.submit(group)
@@ -82,6 +95,7 @@ class Account:
     too_low: int = 0
     too_high: int = 0
     unscored: int = 0
+    keys: set[str] = field(default_factory=set)
     sample: str = ""
 
     def explain(self, config: Config) -> str:
@@ -91,7 +105,7 @@ class Account:
             f"{self.too_low} all-zero (mean ≤ {a.filter_low})",
         ]
         if self.unscored:
-            reasons.append(f"{self.unscored} without the key")
+            reasons.append(f"{self.unscored} without the key (what was scored has {', '.join(sorted(self.keys))})")
         return (
             f"online filtering kept {self.kept} of {self.seen} groups in {self.tries} tries "
             f"(trainer.max_try_make_batch={config.trainer.max_try_make_batch}): {', '.join(reasons)}, "
@@ -113,6 +127,10 @@ class Collector:
     rewards: RewardRunner
     surplus: list[Group] = field(default_factory=list)
 
+    @property
+    def with_baseline(self) -> bool:
+        return get_advantage(self.config.algorithm.adv_estimator).needs_baseline
+
     def collect(
         self, step: int, timings: dict[str, float], advance: Callable[[int], None]
     ) -> tuple[list[Group], Metrics]:
@@ -126,15 +144,21 @@ class Collector:
         sampling = training_sampling(config)
         sampling = sampling.with_seed(sampling.seed * 1_000_003 + step)
         groups, self.surplus = self.surplus, []
+        if sampling.full_distribution:
+            take_sampled_logprobs(groups)  # an earlier policy wrote them: the ratio must be to that one, not to today's
         account = Account()
         metrics: Metrics = {}
         while len(groups) < wanted:
             prompts = self.loader.take(config.data.mini_rollout_batch_size or wanted)
-            fresh, counts = generate_and_score(prompts, sampling, self.workers, self.rewards, timings, advance)
+            fresh, counts = generate_and_score(
+                prompts, sampling, self.workers, self.rewards, timings, advance, with_baseline=self.with_baseline
+            )
             for name, value in counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             account.tries += 1
-            groups += self._filter(fresh, account)
+            kept = self._filter(fresh, account)
+            self._punish_overlong(kept)  # after the filter, which judges what the reward function said
+            groups += kept
             limit = config.trainer.max_try_make_batch
             if config.algorithm.online_filtering and 0 < limit <= account.tries and len(groups) < wanted:
                 self._give_up_filling(groups, account)
@@ -145,6 +169,19 @@ class Collector:
         self.surplus = groups[wanted:]
         return groups[:wanted], metrics
 
+    def _punish_overlong(self, groups: Sequence[Group]) -> None:
+        """DAPO's soft overlong punishment on top of any reward function, also as a number of its own."""
+        reward, limit = self.config.worker.reward, self.config.data.max_response_length
+        if not reward.overlong_buffer:
+            return
+        for group in groups:
+            for response in group.trained:
+                penalty = overlong_penalty(
+                    len(response.token_ids), limit, reward.overlong_buffer, reward.overlong_penalty
+                )
+                response.rewards["overlong_penalty"] = penalty
+                response.rewards["overall"] += penalty
+
     def _filter(self, groups: Sequence[Group], account: Account) -> list[Group]:
         algorithm = self.config.algorithm
         if not algorithm.online_filtering:
@@ -152,6 +189,7 @@ class Collector:
         kept = []
         for group in groups:
             account.seen += 1
+            account.keys.update(*(r.rewards for r in group.trained))
             values = [r.rewards[algorithm.filter_key] for r in group.trained if algorithm.filter_key in r.rewards]
             if not account.sample and group.responses:
                 account.sample = group.responses[0].text

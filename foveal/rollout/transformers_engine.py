@@ -305,7 +305,7 @@ class _Batch:
 
 
 def check_extra(sampling: Sampling) -> None:
-    """Raises ConfigError for a key of `sampling.extra` that the transformers engine does not know."""
+    """Raises ConfigError for a key of `sampling.extra` that the transformers engine does not know, or a wrong value."""
     unknown = sorted(set(sampling.extra) - set(KNOWN_EXTRA))
     if unknown:
         raise ConfigError(
@@ -313,6 +313,9 @@ def check_extra(sampling: Sampling) -> None:
             f"temperature, top_p, top_k, max_tokens, seed, ignore_eos and {', '.join(KNOWN_EXTRA)}. Take it out of "
             "worker.rollout (val_override_config included)."
         )
+    stops = sampling.extra.get("stop_token_ids", [])
+    if not isinstance(stops, list) or not all(type(stop) is int for stop in stops):
+        raise ConfigError(f"Sampling parameter stop_token_ids: {stops!r} given; it must be a list of token ids.")
 
 
 def text_config(model: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""The terminal: notes, warnings, one line a step, and a bar for long phases.
+"""The terminal: notes, warnings, errors, one line a step, and a bar for long phases.
 
 Everything here is a plain line, so that it reads the same in a terminal, in a pipe and in a log file; only the bar of a
 phase needs a terminal, and leaves nothing behind.
@@ -6,6 +6,7 @@ phase needs a terminal, and leaves nothing behind.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,11 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     """Prints one line that starts with "warning:", on standard error."""
     _write(sys.stderr, f"warning: {text}")
+
+
+def error(text: str) -> None:
+    """Prints why a command ends early, set off by an empty line, on standard error."""
+    _write(sys.stderr, f"\n{text}")
 
 
 def step_line(step: int, total_steps: int | None, metrics: Metrics) -> None:
@@ -80,5 +86,7 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
         stream.flush()
+    except BrokenPipeError:  # the reader of our output has gone (`… | head`); the run goes on without it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):
-        pass  # the reader of the pipe has gone; the run goes on without it
+        pass  # closed, or on a full disk

@@ -97,8 +97,8 @@ class _RunIds:
         self._ids: dict[str, str] = {}
         if resume_step and path.exists():
             try:
-                self._ids = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
+                self._ids = dict(json.loads(path.read_text(encoding="utf-8")).items())
+            except (OSError, ValueError, AttributeError):
                 warn(f"{path} is damaged: trackers start a new run instead of going on with the old one.")
 
     def get(self, name: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The folder of a trained model inside a checkpoint: DCP shards, and what a Hugging Face folder needs besides.
+"""The actor's folder of a checkpoint: its state, and what a Hugging Face folder needs besides.
 
-actor/.metadata, *.distcp   "model.NAME" → weights, each tied tensor once; "optim.NAME.KEY" → optimizer state
+actor/.metadata, *.distcp   foveal.train.state
 actor/foveal.json           ActorInfo
 actor/huggingface/          config.json and generation_config.json of the source model, tokenizer, processor
 """
@@ -9,48 +9,37 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from foveal.errors import CheckpointError
-from foveal.track import console
 from foveal.train.files import write_json
-from foveal.train.shards import Index, check_sizes, read_index, read_shards, shard_sizes, write_shards
+from foveal.train.state import Manifest, distinct_tensors, load_state, read_manifest, save_state, write_manifest
 
-FORMAT = 1
-INFO = "foveal.json"
 HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True)
-class ActorInfo:
-    """What `foveal.json` says.
+class ActorInfo(Manifest):
+    """What `foveal.json` says of an actor.
 
     Attributes:
-        format: version of this layout.
         model_class: name of the class in transformers, as "Qwen3VLForConditionalGeneration".
         source: the folder or hub id that training started from.
         source_dtype: in which the source model's weights are stored, as "bfloat16": the dtype of an export.
         tied_weights: whether some weights go by two names (usually output head and token embedding).
-        optimizer: whether the optimizer's state is here too.
-        files: shard file name → size in bytes, to notice a cut or missing file.
     """
 
-    format: int
     model_class: str
     source: str
     source_dtype: str
     tied_weights: bool
-    optimizer: bool
-    files: dict[str, int]
 
 
 def save_actor(
@@ -76,12 +65,8 @@ def save_actor(
     Raises:
         OSError: the disk refused (full, read-only, …).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = distinct_tensors(model)
-    state: dict[str, Any] = {"model": weights}
-    if optimizer is not None:
-        state["optim"] = _optimizer_state(model, optimizer)
-    write_shards(folder, state)
+    tied = len(distinct_tensors(model)) < len(model.state_dict())
+    manifest = save_state(folder, model, optimizer)
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     hf_folder = folder / HUGGINGFACE
@@ -89,15 +74,13 @@ def save_actor(
     save_processing(hf_folder)
     _copy_configuration(source_path, hf_folder, override_config or {})
     info = ActorInfo(
-        format=FORMAT,
+        **asdict(manifest),
         model_class=type(model).__name__.removeprefix("FSDP"),
         source=source_path,
         source_dtype=_source_dtype(source_path),
-        tied_weights=len(weights) < len(model.state_dict()),
-        optimizer=optimizer is not None,
-        files=shard_sizes(folder),
+        tied_weights=tied,
     )
-    write_json(folder / INFO, asdict(info))
+    write_manifest(folder, info)
 
 
 def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -111,21 +94,7 @@ def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         CheckpointError: a file is missing or cut, or the checkpoint belongs to another model or optimizer.
     """
     folder = actor_folder(folder)
-    info = check_actor(folder)
-    index = read_index(folder)
-    state: dict[str, Any] = {"model": distinct_tensors(model)}
-    _check_names(folder, index, state["model"])
-    if optimizer is not None and not info.optimizer:
-        console.note(f"{folder} holds weights only (trainer.save_model_only): the optimizer starts afresh")
-        optimizer = None
-    if optimizer is not None:
-        state["optim"] = _optimizer_targets(index, model, optimizer)
-    read_shards(folder, state)
-    if optimizer is not None:
-        optimizer.state.clear()
-        for name, parameter in model.named_parameters():
-            if name in state["optim"]:
-                optimizer.state[parameter] = state["optim"][name]
+    load_state(folder, check_actor(folder), model, optimizer)
 
 
 def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
@@ -142,13 +111,14 @@ def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str =
     folder = actor_folder(folder)
     info = check_actor(folder)
     model_class = getattr(transformers, info.model_class, None)
-    if model_class is None:
-        raise CheckpointError(f"{folder}: transformers {transformers.__version__} has no {info.model_class}.")
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise CheckpointError(f"{folder}: transformers {transformers.__version__} has no model {info.model_class}.")
     path = folder / HUGGINGFACE / "config.json"
     try:
         # by its own name: `from_pretrained` takes a default configuration where this file is missing
-        config = model_class.config_class.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        config_class: Any = model_class.config_class
+        config = config_class.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except Exception as error:  # each configuration class has checks and errors of its own
         raise CheckpointError(f"{path}: cannot read the model's configuration ({error}).") from error
     with no_init_weights():
         model = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
@@ -168,82 +138,7 @@ def check_actor(folder: Path) -> ActorInfo:
     Raises:
         CheckpointError: not an actor folder, written by a newer Foveal, or a file is missing or cut.
     """
-    path = folder / INFO
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing: {folder} is not an actor folder of a checkpoint, or its writing was cut short. "
-            "Give …/global_step_N/actor."
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        info = ActorInfo(**{field.name: content[field.name] for field in fields(ActorInfo)})
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
-    if info.format > FORMAT:
-        raise CheckpointError(f"{path}: format {info.format} comes from a newer Foveal; this one reads up to {FORMAT}.")
-    check_sizes(folder, info.files)
-    return info
-
-
-def distinct_tensors(model: nn.Module) -> dict[str, Any]:
-    """The model's state under each tensor's first name; the tensors share memory with the parameters."""
-    first_names = {name for name, _ in model.named_parameters()}
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first_names
-    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in aliases}
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter name. Learning rate, betas and the like are configuration, not state.
-
-    Not `get_optimizer_state_dict`: it takes an empty optimizer step to fill a fresh optimizer, and loading fails where
-    a parameter has no state because it never had a gradient (the vision tower while batches hold text only).
-    """
-    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
-
-
-def _optimizer_targets(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Room for the saved state: in the dtypes it was saved in, laid out (device, sharding) as the parameters are."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    saved: dict[str, dict[str, Any]] = {}
-    for flat_name, entry in index.items():
-        if flat_name.startswith("optim."):
-            name, _, key = flat_name.removeprefix("optim.").rpartition(".")
-            saved.setdefault(name, {})[key] = entry
-    targets: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        # a step counter lives beside the parameter only where the kernel reads it there
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            name = names[parameter]
-            scalars = parameter.device if on_device else torch.device("cpu")
-            if name in saved:
-                targets[name] = {key: _room(entry, parameter, scalars) for key, entry in saved[name].items()}
-    return targets
-
-
-def _room(entry: Any, parameter: nn.Parameter, scalars: torch.device) -> torch.Tensor | None:
-    if not isinstance(entry, TensorStorageMetadata):
-        return None  # a plain value, which reading replaces
-    if entry.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device if entry.size else scalars)
-
-
-def _check_names(folder: Path, index: Index, weights: dict[str, Any]) -> None:
-    """Raises CheckpointError unless the checkpoint holds exactly the weights that the model has."""
-    saved = {name.removeprefix("model."): entry for name, entry in index.items() if name.startswith("model.")}
-    faults = _listing("weights are missing", weights.keys() - saved.keys())
-    faults += _listing("weights are unknown to the model", saved.keys() - weights.keys())
-    shapes = {name for name in weights.keys() & saved.keys() if saved[name].size != weights[name].shape}  # type: ignore[union-attr]
-    faults += _listing("weights have another shape", shapes)
-    if faults:
-        raise CheckpointError(f"{folder}: the checkpoint does not fit this model: {'; '.join(faults)}.")
-
-
-def _listing(fault: str, names: Iterable[str]) -> list[str]:
-    listed = sorted(names)
-    more = ", …" if len(listed) > 3 else ""
-    return [f"{len(listed)} {fault} ({', '.join(listed[:3])}{more})"] if listed else []
+    return read_manifest(folder, ActorInfo, what="an actor folder", cure="Give …/global_step_N/actor.")
 
 
 def _copy_configuration(source: str, target: Path, overrides: dict[str, Any]) -> None:

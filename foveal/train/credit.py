@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from foveal.algorithm import KLController, StepBatch, get_advantage, kl_penalty, rewards_per_token
-from foveal.algorithm.batch import mean_per_response
+from foveal.algorithm import (
+    KLController,
+    StepBatch,
+    gap_metrics,
+    get_advantage,
+    kl_penalty,
+    mean_per_response,
+    rewards_per_token,
+)
 from foveal.config import Config
 from foveal.types import Group, Metrics, Response, trained_responses
 
@@ -19,9 +26,17 @@ def needs_old_logprobs(config: Config) -> bool:
     With one optimizer step per batch and no KL in the reward, the update's own first forward gives the same numbers.
     """
     actor, algorithm = config.worker.actor, config.algorithm
+    if algorithm.old_logprobs != "auto":
+        return algorithm.old_logprobs == "recompute"
     one_step = config.data.rollout_batch_size <= actor.global_batch_size and actor.ppo_epochs == 1
-    kl_in_reward = not algorithm.disable_kl and not algorithm.use_kl_loss
-    return not one_step or kl_in_reward
+    return not one_step or algorithm.kl_in_reward
+
+
+def take_sampled_logprobs(groups: Sequence[Group]) -> None:
+    """Makes the engine's log-probabilities the old ones: where the user wants that, or an earlier policy sampled."""
+    for group in groups:
+        for response in group.responses:
+            response.columns["old_logprobs"] = response.logprobs
 
 
 def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> Metrics:
@@ -33,7 +48,7 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
     Returns:
         `actor/kl_penalty` and `actor/kl_coef` where the KL is taken from the reward, as EasyR1 names them.
     """
-    pairs = [(index, response) for index, response in trained_responses(list(groups)) if len(response.token_ids)]
+    pairs = list(trained_responses(list(groups)))
     if not pairs:
         return {}
     responses = [response for _, response in pairs]
@@ -43,7 +58,7 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
     metrics: Metrics = {}
     penalty = None
     algorithm = config.algorithm
-    if not algorithm.disable_kl and not algorithm.use_kl_loss:
+    if algorithm.kl_in_reward:
         old, ref = _column(responses, "old_logprobs"), _column(responses, "ref_logprobs")
         penalty = kl_penalty(old, ref, algorithm.kl_penalty)
         current = float(mean_per_response(penalty, lengths, mask).mean())
@@ -57,6 +72,11 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
         lengths=lengths,
         token_rewards=token_rewards,
         mask=mask,
+        baselines=_baselines(groups, [index for index, _ in pairs]),
+        parts={
+            name: torch.tensor([r.rewards.get(name, float("nan")) for r in responses])
+            for name in algorithm.reward_parts
+        },
     )
     result = get_advantage(algorithm.adv_estimator)(batch, algorithm)
     for name, values in (
@@ -70,12 +90,30 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
 
 
 def logprob_gap(groups: Sequence[Group]) -> Metrics:
-    """How far the engine's log-probabilities lie from the trainer's, over the tokens that have both."""
-    pairs = [(r.logprobs, r.columns["old_logprobs"]) for g in groups for r in g.trained if "old_logprobs" in r.columns]
-    if not pairs:
+    """How far the engine's log-probabilities lie from the trainer's (`rollout/…`), over the answers that have both.
+
+    Answers whose old log-probabilities are the engine's own don't count.
+    """
+    responses = [
+        r
+        for _, r in trained_responses(list(groups))
+        if "old_logprobs" in r.columns and r.columns["old_logprobs"] is not r.logprobs
+    ]
+    if not responses:
         return {}
-    gap = np.abs(np.concatenate([engine - trainer for engine, trainer in pairs]))
-    return {"rollout/logprob_gap/mean": float(gap.mean()), "rollout/logprob_gap/max": float(gap.max())}
+    lengths = torch.tensor([len(r.token_ids) for r in responses])
+    sampled = torch.from_numpy(np.concatenate([r.logprobs for r in responses]))
+    mask = torch.ones_like(sampled, dtype=torch.bool)
+    return gap_metrics(_column(responses, "old_logprobs"), sampled, lengths, mask)
+
+
+def _baselines(groups: Sequence[Group], group_of: Sequence[int]) -> torch.Tensor:
+    """(R,): the score of the greedy answer to each response's prompt (ReMax), NaN where there is none."""
+    scores = [
+        next((r.rewards["overall"] for r in g.responses if r.role == "baseline" and "overall" in r.rewards), np.nan)
+        for g in groups
+    ]
+    return torch.tensor([scores[index] for index in group_of], dtype=torch.float32)
 
 
 def _column(responses: Sequence[Response], name: str) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torch import nn
 from foveal.errors import CheckpointError, ConfigError
 from foveal.models.loading import DTYPES as SHORT_DTYPES
 from foveal.track.console import note
-from foveal.train.checkpoint import HUGGINGFACE, actor_folder, check_actor, distinct_tensors, load_trained
+from foveal.train.checkpoint import HUGGINGFACE, actor_folder, check_actor, load_trained
 from foveal.train.files import free_space, fsync_tree, write_json
+from foveal.train.state import distinct_tensors
 
 DTYPES = SHORT_DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in SHORT_DTYPES.values()}
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -42,11 +43,14 @@ def export(local_dir: Path, target: Path | None = None, dtype: str | None = None
         CheckpointError: a damaged or incomplete checkpoint, weights that are not finite, or a full disk.
         ConfigError: unknown `dtype`.
     """
+    allowed = f"not a type that weights are saved in. Allowed: {', '.join(DTYPES)}."
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not a type that weights are saved in. Allowed: {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype {dtype}: {allowed}")
     actor = actor_folder(local_dir)
     target = target or actor / HUGGINGFACE
     name = dtype or check_actor(actor).source_dtype
+    if name not in DTYPES:
+        raise CheckpointError(f"{actor}: the weights that training started from are {name}, {allowed} Give --dtype.")
     model = load_trained(actor, dtype=DTYPES[name])
     _check_finite(model, actor, name)
     partial = target.with_name(f"{target.name}.partial")
@@ -73,7 +77,7 @@ def merge_command(argv: list[str]) -> int:
         CheckpointError: as `export` and `upload`.
     """
     parser = argparse.ArgumentParser(prog="foveal merge", description="Turn a checkpoint into a Hugging Face folder.")
-    parser.add_argument("--local_dir", type=Path, required=True, help="…/global_step_N/actor")
+    parser.add_argument("--local_dir", type=Path, required=True, help="the folder global_step_N/actor of a run")
     parser.add_argument("--target", type=Path, help="folder to write (default: LOCAL_DIR/huggingface)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: that of the source model)")
     parser.add_argument("--hf_upload_path", metavar="ID", help="Hugging Face repository to push the folder to")

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule."""
+"""Optimizer, its steps, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from foveal.config import Config
+from foveal.config.schema_model import OptimConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over the parameters that are trained."""
-    optim = config.worker.actor.optim
     trained = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(
         trained,
@@ -24,7 +23,23 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch
     )
 
 
-def learning_rate(step: int, total_steps: int, config: Config) -> float:
+def take_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float | None:
+    """Steps along the accumulated gradient, scaled down to a norm of `max_grad_norm`, and clears it.
+
+    Returns:
+        The norm before scaling; None where it isn't finite: a step along NaN would destroy the weights, so they stay as
+        they are, at the cost of one batch.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    finite = math.isfinite(norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm if finite else None
+
+
+def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
     """The learning rate of a trainer step, the same for each of its optimizer steps.
 
     Linear warm-up reaches the full rate at its last step (the first step is never wasted at rate 0), then constant, or
@@ -34,7 +49,6 @@ def learning_rate(step: int, total_steps: int, config: Config) -> float:
         step: 1-based number of the trainer step.
         total_steps: trainer steps of the whole run.
     """
-    optim = config.worker.actor.optim
     warmup = optim.lr_warmup_steps
     if warmup is None:
         warmup = int(optim.lr_warmup_ratio * total_steps)

@@ -62,12 +62,17 @@ class Pack:
         values = np.concatenate([np.asarray(r.columns[name], dtype=np.float32) for r in self.responses])
         return torch.from_numpy(values).to(self.targets.device)
 
+    @property
+    def sampled_logprobs(self) -> torch.Tensor:
+        """(N,) float32: the engine's log-probabilities."""
+        return torch.from_numpy(np.concatenate([r.logprobs for r in self.responses])).to(self.targets.device)
+
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Writes (N,) values back as a column of each response."""
+        """Writes (N,) values back as a column of each response that has none of that name yet."""
         flat = values.detach().float().cpu().numpy()
         ends = np.cumsum([len(r.token_ids) for r in self.responses])
         for response, piece in zip(self.responses, np.split(flat, ends[:-1]), strict=True):
-            response.columns[name] = piece.copy()
+            response.columns.setdefault(name, piece.copy())
 
 
 def split_into_packs(groups: Sequence[Group], budget: int, shared_prefix: bool) -> list[list[Part]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from foveal.algorithm import LossBatch, aggregate, get_loss, kl_penalty
+from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
 from foveal.train.optim import build_optimizer, learning_rate
 from foveal.train.packing import Pack
@@ -25,14 +25,23 @@ class Policy:
         scorer: the model, ready to score packed responses.
         packer: how to lay groups out for the update pass.
         experience_packer: the same for passes without gradients, which can take more tokens at once.
+        reference: the reference policy, where the exact KL to it is part of the loss.
     """
 
-    def __init__(self, config: Config, scorer: TokenScorer, packer: Packer, experience_packer: Packer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scorer: TokenScorer,
+        packer: Packer,
+        experience_packer: Packer,
+        reference: TokenScorer | None = None,
+    ) -> None:
         self.config = config
         self.scorer = scorer
         self.packer = packer
         self.experience_packer = experience_packer
-        self.optimizer = build_optimizer(scorer.model.parameters(), config)
+        self.reference = reference
+        self.optimizer = build_optimizer(scorer.model.parameters(), config.worker.actor.optim)
         self.loss = get_loss(config.worker.actor.loss_type)
 
     @property
@@ -40,7 +49,7 @@ class Policy:
         return self.scorer.model
 
     def logprobs(self, groups: Sequence[Group]) -> None:
-        """Stores the current policy's log-probabilities as the column `old_logprobs`."""
+        """Stores the current policy's log-probabilities as the column `old_logprobs` where there is none yet."""
         write_logprobs(self.scorer, self.experience_packer, groups, "old_logprobs")
 
     def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
@@ -54,7 +63,7 @@ class Policy:
             means over the step, under EasyR1's names (`actor/pg_loss`, `actor/ppo_kl`, …).
         """
         actor = self.config.worker.actor
-        rate = learning_rate(step, total_steps, self.config)
+        rate = learning_rate(step, total_steps, actor.optim)
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = rate
         self.scorer.train()
@@ -98,21 +107,41 @@ class Policy:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
         actor, algorithm = self.config.worker.actor, self.config.algorithm
-        logprobs = self.scorer(pack)
-        if "old_logprobs" not in pack.responses[0].columns:
+        kl_in_loss = algorithm.use_kl_loss and not algorithm.disable_kl
+        exact_kl = kl_in_loss and algorithm.kl_penalty == "full"
+        scores = self.scorer(
+            pack,
+            with_entropy=True,
+            reference=self.reference.head(pack) if exact_kl and self.reference is not None else None,
+        )
+        logprobs = scores.logprobs
+        if any("old_logprobs" not in r.columns for r in pack.responses):
             pack.store("old_logprobs", logprobs)
-        lengths = pack.lengths
+        old, lengths = pack.column("old_logprobs"), pack.lengths
         mask = torch.ones_like(logprobs, dtype=torch.bool)
-        batch = LossBatch(logprobs, pack.column("old_logprobs"), pack.column("advantages"), lengths, mask)
-        token_losses, stats = self.loss(batch, actor)
 
         def mean(values: torch.Tensor) -> torch.Tensor:
-            return aggregate(values, lengths, mask, actor.loss_avg_mode, total_tokens, total_sequences)
+            norm = actor.loss_sum_norm or self.config.data.max_response_length
+            return aggregate(values, lengths, mask, actor.loss_avg_mode, total_tokens, total_sequences, norm)
 
+        token_losses, sums = self.loss(LossBatch(logprobs, old, pack.column("advantages"), lengths, mask), actor)
+        if algorithm.correction != "none":
+            low, high = algorithm.correction_bounds
+            weights, counts = importance_weights(
+                old, pack.sampled_logprobs, lengths, mask, algorithm.correction, low, high
+            )
+            token_losses = token_losses * weights
+            sums = {**sums, **counts}
         loss = mean(token_losses)
-        sums = {**stats, "pg_loss": loss}
-        if algorithm.use_kl_loss and not algorithm.disable_kl:
-            kl = mean(kl_penalty(logprobs, pack.column("ref_logprobs"), algorithm.kl_penalty))
+        assert scores.entropy is not None
+        sums = {**sums, "pg_loss": loss, "entropy": scores.entropy.sum()}
+        if actor.entropy_coef:
+            loss = loss - actor.entropy_coef * mean(scores.entropy)
+        if kl_in_loss:
+            token_kl = scores.kl
+            if token_kl is None:
+                token_kl = kl_penalty(logprobs, pack.column("ref_logprobs"), algorithm.kl_penalty)
+            kl = mean(token_kl)
             loss = loss + kl_coef * kl
             sums["kl_loss"] = kl
         return loss, sums

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from foveal.models.head import head_of, token_logprobs
+from foveal.models.head import Head, TokenScores, head_of, score_tokens
 from foveal.models.positions import backbone
 from foveal.train.packing import Pack
 
@@ -32,25 +32,38 @@ class TokenScorer(nn.Module):
         self.forbidden: torch.Tensor
         self.register_buffer("forbidden", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
 
-    def forward(self, pack: Pack) -> torch.Tensor:
-        """(N,) float32 log-probabilities of the pack's response tokens, under the distribution that is sampled from."""
+    def forward(self, pack: Pack, *, with_entropy: bool = False, reference: Head | None = None) -> TokenScores:
+        """Scores the pack's N response tokens under the distribution that is sampled from.
+
+        Args:
+            with_entropy: also each token's entropy.
+            reference: the reference policy's `head` of the same pack, for the exact KL.
+        """
         with self._autocast(pack.token_ids.device):
-            hidden = backbone(self.model)(
-                input_ids=pack.token_ids,
-                position_ids=pack.position_ids,
-                use_cache=False,
-                segments=pack.segments,
-                **pack.features,
-            ).last_hidden_state[0]
-            weight, bias = head_of(self.model)
-            return token_logprobs(
-                hidden[pack.source],
-                weight,
-                bias,
+            return score_tokens(
+                self._head(pack),
                 pack.targets,
                 temperature=self.temperature,
                 forbidden=self.forbidden,
+                with_entropy=with_entropy,
+                reference=reference,
             )
+
+    @torch.no_grad()
+    def head(self, pack: Pack) -> Head:
+        """The hidden states and output layer that predict the pack's response tokens, without gradient."""
+        with self._autocast(pack.token_ids.device):
+            return self._head(pack)
+
+    def _head(self, pack: Pack) -> Head:
+        hidden = backbone(self.model)(
+            input_ids=pack.token_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            segments=pack.segments,
+            **pack.features,
+        ).last_hidden_state[0]
+        return Head(hidden[pack.source], *head_of(self.model))
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()

@@ -61,4 +61,4 @@ def write_logprobs(scorer: TokenScorer, packer: Packer, groups: Sequence[Group],
     """Scores every trained response and stores its (L,) log-probabilities as a column."""
     scorer.eval()
     for pack in packer.packs(groups):
-        pack.store(column, scorer(pack))
+        pack.store(column, scorer(pack).logprobs)

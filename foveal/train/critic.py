@@ -1,0 +1,230 @@
+"""The critic of PPO: a model of its own that says what each state is worth, and one step of training it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from foveal.algorithm import aggregate
+from foveal.algorithm.value import value_loss
+from foveal.config import Config
+from foveal.data.processing import Processing
+from foveal.errors import ModelError
+from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
+from foveal.train.forward import autocast, autocast_dtype, source_states
+from foveal.train.optim import build_optimizer, learning_rate, take_step
+from foveal.train.packing import Pack
+from foveal.train.scoring import Packer, token_budget
+from foveal.train.state import Manifest, load_state, read_manifest, save_state, write_manifest
+from foveal.types import Group, Metrics
+
+
+class ValueScorer(nn.Module):
+    """Backbone and value head in one module, so that a sharded version gathers both from the same root.
+
+    The head is held and computed in float32, and starts at zero: before the first update every value is exactly 0.
+
+    Args:
+        model: a Hugging Face model with the packed attention installed. It loses its language-model head.
+        autocast: the type that matrix products run in where it isn't the weights' own, else None.
+    """
+
+    def __init__(self, model: Any, *, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        device = model.device
+        model.set_output_embeddings(None)
+        self.model = model
+        self.autocast = autocast
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, pack: Pack) -> torch.Tensor:
+        """(N,) float32: the value of the state before each response token of the pack."""
+        device = pack.token_ids.device
+        with autocast(device, self.autocast):
+            states = source_states(self.model, pack)
+        with torch.autocast(device.type, enabled=False):
+            return F.linear(states.float(), self.head.weight, self.head.bias).squeeze(-1)
+
+
+class Critic:
+    """Holds the value model and its optimizer.
+
+    Args:
+        config: the whole configuration.
+        scorer: the model, ready to value packed responses.
+        packer: how to lay groups out for the update pass.
+        experience_packer: the same for passes without gradients, which can take more tokens at once.
+    """
+
+    def __init__(self, config: Config, scorer: ValueScorer, packer: Packer, experience_packer: Packer) -> None:
+        self.config = config.worker.critic
+        self.scorer = scorer
+        self.packer = packer
+        self.experience_packer = experience_packer
+        self.optimizer = build_optimizer(scorer.parameters(), self.config.optim)
+
+    @torch.no_grad()
+    def values(self, groups: Sequence[Group]) -> None:
+        """Stores (L,) the value of the state before each token as the column `values` of every trained response."""
+        self.scorer.eval()
+        for pack in self.experience_packer.packs(groups):
+            pack.store("values", self.scorer(pack))
+
+    def update(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
+        """Trains on one step's groups: `ppo_epochs` passes, one optimizer step per `global_batch_size` prompts.
+
+        Every trained response needs the columns `values`, from before the update, and `returns`.
+
+        Returns:
+            means over the step under EasyR1's names: `critic/vf_loss`, `vf_clipfrac`, `vpred_mean`, `grad_norm` and
+            `lr`; and, where there were any, the numbers of optimizer steps with a gradient that was not finite
+            (`critic/not_finite_steps`) and without an answer (`critic/empty_steps`), which changed nothing.
+        """
+        rate = learning_rate(step, total_steps, self.config.optim)
+        for parameter_group in self.optimizer.param_groups:
+            parameter_group["lr"] = rate
+        self.scorer.train()
+        sums: dict[str, float] = {}
+        for _ in range(self.config.ppo_epochs):
+            for start in range(0, len(groups), self.config.global_batch_size):
+                stats = self._optimizer_step(groups[start : start + self.config.global_batch_size])
+                for name, value in stats.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        self.scorer.eval()
+        return _means(sums, rate)
+
+    def save(self, folder: Path, *, model_only: bool = False) -> None:
+        """Writes the critic's folder of a checkpoint: weights with the value head, and the optimizer's state.
+
+        With a process group every process must call this.
+
+        Args:
+            folder: made when absent.
+            model_only: leaves the optimizer's state out (`trainer.save_model_only`).
+
+        Raises:
+            OSError: the disk refused (full, read-only, …).
+        """
+        manifest = save_state(folder, self.scorer, None if model_only else self.optimizer)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_manifest(folder, manifest)
+
+    def load(self, folder: Path) -> None:
+        """Reads weights and the optimizer's state, in place; the optimizer starts afresh where there is no state.
+
+        Raises:
+            CheckpointError: there is no critic, a file is missing or cut, or the critic is another model's.
+        """
+        load_state(folder, check_critic(folder), self.scorer, self.optimizer)
+
+    def _optimizer_step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Accumulates the gradient of the whole batch, micro-batch by micro-batch, then steps once.
+
+        The loss is normalised by the batch's own counts, never a micro-batch's, so cuts don't change the gradient.
+        """
+        trained = [r for g in groups for r in g.trained if len(r.token_ids)]
+        if not trained:
+            return {"empty_steps": 1.0}
+        total_tokens = sum(len(r.token_ids) for r in trained)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, torch.Tensor] = {}
+        for pack in self.packer.packs(groups):
+            loss, stats = self._loss(pack, total_tokens, len(trained))
+            loss.backward()
+            for name, value in {**stats, "vf_loss": loss.detach()}.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        norm = take_step(self.optimizer, self.config.max_grad_norm)
+        if norm is None:
+            return {"not_finite_steps": 1.0}
+        result = {name: float(value) for name, value in sums.items()}
+        return result | {"tokens": float(total_tokens), "grad_norm": norm, "steps": 1.0}
+
+    def _loss(
+        self, pack: Pack, total_tokens: int, total_sequences: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
+        values = self.scorer(pack)
+        mask = torch.ones_like(values, dtype=torch.bool)
+        token_losses, stats = value_loss(
+            values, pack.column("values"), pack.column("returns"), mask, self.config.cliprange_value
+        )
+        mode = self.config.loss_avg_mode
+        return aggregate(token_losses, pack.lengths, mask, mode, total_tokens, total_sequences), stats
+
+
+def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
+    """Builds the critic from `worker.critic.model.model_path`, by default from the actor's model, with a new value head.
+
+    Raises:
+        ModelError: as `load_model`; or the model is of another family than the actor's, whose prompts it is to read.
+    """
+    critic = config.worker.critic
+    source = critic.model if critic.model.model_path else config.worker.actor.model
+    assert source.model_path is not None
+    model: Any = load_model(
+        source.model_path,
+        dtype=DTYPES[critic.fsdp.torch_dtype or "fp32"],
+        device=device,
+        trust_remote_code=source.trust_remote_code,
+        override_config=source.override_config,
+    )
+    if model.config.model_type != processing.model_type:
+        raise ModelError(
+            f"worker.critic.model.model_path: {source.model_path} is a {model.config.model_type}, but the critic reads "
+            f"what the actor's {processing.model_type} is given; choose a model of that type, or leave the key out to "
+            "start from the actor's."
+        )
+    if critic.model.freeze_vision_tower:
+        freeze_vision_tower(model)
+    if critic.model.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def packer(responses: int) -> Packer:
+        return Packer(
+            budget=token_budget(config, responses),
+            shared_prefix=config.worker.actor.shared_prefix,
+            features=processing.features,
+            model=model,
+            device=device,
+        )
+
+    return Critic(
+        config,
+        ValueScorer(model, autocast=autocast_dtype(model, critic.fsdp, device)).eval(),
+        packer(critic.micro_batch_size_per_device_for_update),
+        packer(critic.micro_batch_size_per_device_for_experience),
+    )
+
+
+def check_critic(folder: Path) -> Manifest:
+    """Reads foveal.json of a critic's folder and compares every shard file with the size noted there.
+
+    Raises:
+        CheckpointError: no such folder, written by a newer Foveal, or a file is missing or cut.
+    """
+    return read_manifest(
+        folder,
+        Manifest,
+        what="the critic",
+        cure="To train a critic from a checkpoint without one, turn its actor into a model (`foveal merge`) and set "
+        "worker.actor.model.model_path to that, in a new run.",
+    )
+
+
+def _means(sums: dict[str, float], rate: float) -> Metrics:
+    steps, tokens = sums.pop("steps", 0.0), sums.pop("tokens", 0.0)
+    metrics: Metrics = {"critic/lr": rate}
+    for name, value in sums.items():
+        if name in ("empty_steps", "not_finite_steps"):
+            metrics[f"critic/{name}"] = value
+        else:  # one number an optimizer step, or a sum over its tokens
+            metrics[f"critic/{name}"] = value / (steps if name in ("vf_loss", "grad_norm") else tokens)
+    return metrics

@@ -1,0 +1,72 @@
+"""What is refused before data or model are opened: the user's own algorithm, and how validation samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foveal.config import load_config
+from foveal.errors import ConfigError
+from foveal.preflight import check_runnable
+
+OWN = """
+from foveal.algorithm import register_advantage
+
+
+@register_advantage("preflight_values", needs_values=True)
+def with_values(batch, config): ...
+
+
+@register_advantage("preflight_baseline", needs_baseline=True)
+def with_baseline(batch, config): ...
+
+
+@register_advantage("preflight_group", needs_group=True)
+def with_group(batch, config): ...
+
+
+def plain(batch, config): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "own_algorithm.py"
+    path.write_text(OWN)
+    return path
+
+
+def check(*overrides: str) -> None:
+    base = [
+        "data.train_files=rows.jsonl",
+        "worker.actor.model.model_path=model",
+        "worker.reward.reward_function=reward.py",
+        "worker.rollout.n=1",
+        "trainer.n_gpus_per_node=1",
+    ]
+    check_runnable(load_config([*base, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [("with_values", "a critic"), ("with_baseline", "greedy"), ("with_group", "rollout.n: 1")]
+)
+def test_an_estimator_that_cannot_get_what_it_needs(own: Path, function: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check(f"algorithm.adv_estimator={own}:{function}")
+
+
+def test_an_estimator_of_scores_alone_passes(own: Path) -> None:
+    check(f"algorithm.adv_estimator={own}:plain")
+
+
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "worker.actor.loss_type"])
+def test_a_file_of_ones_own_that_is_not_there(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=.*there is no file"):
+        check(f"{key}={tmp_path}/none.py:mine", "algorithm.disable_kl=true", "worker.rollout.n=2")
+
+
+@pytest.mark.parametrize("value", ["max_tokens: 0", "max_tokens: many", "stop_token_ids: 5", "extra: {seed: 1}"])
+def test_validation_sampling_that_no_engine_can_do(value: str) -> None:
+    with pytest.raises(ConfigError, match=value.split(":")[0]):
+        check(f"worker.rollout.val_override_config={{{value}}}", "worker.rollout.n=2")
