@@ -1,8 +1,9 @@
-"""The actor's folder of a checkpoint: its state, and what a Hugging Face folder needs besides.
+"""The folders of a checkpoint. The actor's holds its state, and what a Hugging Face folder needs besides.
 
 actor/.metadata, *.distcp   foveal.train.state
 actor/foveal.json           ActorInfo
 actor/huggingface/          config.json and generation_config.json of the source model, tokenizer, processor
+critic/…, foveal.json       its state alone (foveal.train.critic); only where there is a critic
 """
 
 from __future__ import annotations
@@ -139,6 +140,21 @@ def check_actor(folder: Path) -> ActorInfo:
         CheckpointError: not an actor folder, written by a newer Foveal, or a file is missing or cut.
     """
     return read_manifest(folder, ActorInfo, what="an actor folder", cure="Give …/global_step_N/actor.")
+
+
+def check_critic(folder: Path) -> Manifest:
+    """Reads foveal.json of a critic's folder and compares every shard file with the size noted there.
+
+    Raises:
+        CheckpointError: no such folder, written by a newer Foveal, or a file is missing or cut.
+    """
+    return read_manifest(
+        folder,
+        Manifest,
+        what="the critic",
+        cure="To train a critic from a checkpoint without one, turn its actor into a model (`foveal merge`) and set "
+        "worker.actor.model.model_path to the result, in a new run.",
+    )
 
 
 def _copy_configuration(source: str, target: Path, overrides: dict[str, Any]) -> None:

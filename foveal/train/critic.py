@@ -17,11 +17,12 @@ from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ModelError
 from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
+from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
 from foveal.train.optim import build_optimizer, learning_rate, take_step
 from foveal.train.packing import Pack
 from foveal.train.scoring import Packer, token_budget
-from foveal.train.state import Manifest, load_state, read_manifest, save_state, write_manifest
+from foveal.train.state import load_state, save_state, write_manifest
 from foveal.types import Group, Metrics
 
 
@@ -161,7 +162,7 @@ class Critic:
 
 
 def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
-    """Builds the critic from `worker.critic.model.model_path`, by default from the actor's model, with a new value head.
+    """Builds the critic: `worker.critic.model.model_path`, by default the actor's model, with a new value head.
 
     Raises:
         ModelError: as `load_model`; or the model is of another family than the actor's, whose prompts it is to read.
@@ -201,21 +202,6 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
         ValueScorer(model, autocast=autocast_dtype(model, critic.fsdp, device)).eval(),
         packer(critic.micro_batch_size_per_device_for_update),
         packer(critic.micro_batch_size_per_device_for_experience),
-    )
-
-
-def check_critic(folder: Path) -> Manifest:
-    """Reads foveal.json of a critic's folder and compares every shard file with the size noted there.
-
-    Raises:
-        CheckpointError: no such folder, written by a newer Foveal, or a file is missing or cut.
-    """
-    return read_manifest(
-        folder,
-        Manifest,
-        what="the critic",
-        cure="To train a critic from a checkpoint without one, turn its actor into a model (`foveal merge`) and set "
-        "worker.actor.model.model_path to that, in a new run.",
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from foveal.errors import CheckpointError
 from foveal.track import console
-from foveal.train.checkpoint import check_actor
+from foveal.train.checkpoint import check_actor, check_critic
 from foveal.train.files import free_space, fsync, fsync_tree, write_json
 
 TRACKER = "checkpoint_tracker.json"
@@ -210,7 +210,7 @@ def check_checkpoint(folder: Path) -> None:
     """
     read_state(folder)
     for part in sorted(path.parent for path in folder.glob("*/foveal.json")) or [folder / "actor"]:
-        check_actor(part)
+        check_critic(part) if part.name == "critic" else check_actor(part)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
