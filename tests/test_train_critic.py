@@ -57,20 +57,20 @@ def make_critic(folder: Path, *overrides: str, trained_head: bool = True) -> Cri
     )
     critic = load_critic(config, open_processing(folder), CPU)
     if trained_head:
-        torch.nn.init.normal_(critic.scorer.head.weight, generator=torch.Generator().manual_seed(3))
+        torch.nn.init.normal_(critic.scorer.head.weight, std=0.1, generator=torch.Generator().manual_seed(3))
         torch.nn.init.constant_(critic.scorer.head.bias, 0.25)
     return critic
 
 
 def prepared_groups(critic: Critic, pictures: list[int]) -> list[Group]:
-    """Groups with returns, and old values some way off the critic's."""
+    """Groups with returns, which don't cancel in the gradient of the bias, and old values off the critic's."""
     groups = random_groups(critic.scorer.model, pictures)
     critic.values(groups)
     rng = np.random.default_rng(1)
     for response in (r for g in groups for r in g.responses):
         exact = response.columns["values"]
         response.columns["values"] = exact + rng.normal(0, 0.5, exact.shape).astype(np.float32)
-        response.columns["returns"] = rng.normal(0, 1, exact.shape).astype(np.float32)
+        response.columns["returns"] = rng.normal(2, 1, exact.shape).astype(np.float32)
     return groups
 
 
