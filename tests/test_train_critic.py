@@ -57,7 +57,8 @@ def make_critic(folder: Path, *overrides: str, trained_head: bool = True) -> Cri
     )
     critic = load_critic(config, open_processing(folder), CPU)
     if trained_head:
-        torch.nn.init.normal_(critic.scorer.head.weight, std=0.1, generator=torch.Generator().manual_seed(3))
+        weight = critic.scorer.head.weight
+        weight.data.copy_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
         torch.nn.init.constant_(critic.scorer.head.bias, 0.25)
     return critic
 
@@ -274,3 +275,11 @@ def test_a_frozen_vision_tower_stays(folder: Path) -> None:
     before = {name: p.clone() for name, p in tower.named_parameters()}
     critic.update(prepared_groups(critic, [1, 0]), step=1, total_steps=1)
     assert same_tensors(before, dict(tower.named_parameters()))
+
+
+def test_messages_about_the_critics_model_name_its_own_keys(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"worker\.critic\.model\.model_path: there is no folder '/no/such'"):
+        make_critic(folder, "worker.critic.model.model_path=/no/such")
+    options = [f"worker.critic.model.model_path={folder}", "worker.critic.model.override_config={nonsense: 1}"]
+    with pytest.raises(ModelError, match=r"worker\.critic\.model\.override_config: .* no attribute 'nonsense'"):
+        make_critic(folder, *options)

@@ -32,8 +32,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def read_config(model_path: str) -> dict[str, Any]:
+def read_config(model_path: str, section: str = "worker.actor.model") -> dict[str, Any]:
     """Reads `config.json` of a folder or hub id as a plain dictionary; no model code runs and no weights are touched.
+
+    Args:
+        section: of the configuration that names the model, for messages.
 
     Raises:
         ModelError: no such folder or hub id, or no config.json there.
@@ -42,14 +45,14 @@ def read_config(model_path: str) -> dict[str, Any]:
 
     if not Path(model_path).is_dir() and (model_path.startswith((".", "/", "~")) or model_path.count("/") > 1):
         raise ModelError(
-            f"worker.actor.model.model_path: there is no folder {model_path!r} (looked in {Path.cwd()}). "
+            f"{section}.model_path: there is no folder {model_path!r} (looked in {Path.cwd()}). "
             "Give the folder of a Hugging Face model, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."
         )
     try:
         config, _ = PretrainedConfig.get_config_dict(model_path)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"worker.actor.model.model_path: cannot read config.json of {model_path!r}: {str(error).splitlines()[0]} "
+            f"{section}.model_path: cannot read config.json of {model_path!r}: {str(error).splitlines()[0]} "
             "Give the folder of a Hugging Face model, or a hub id that can be reached from here."
         ) from error
     if "model_type" not in config:

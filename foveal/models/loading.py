@@ -22,8 +22,12 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
+    section: str = "worker.actor.model",
 ) -> nn.Module:
     """Loads the weights of a supported family in `dtype` onto `device`, with the packed attention installed.
+
+    Args:
+        section: of the configuration that names the model, for messages.
 
     Raises:
         ModelError: unsupported family; weights that are absent, damaged, incomplete or of another shape; or an
@@ -32,17 +36,17 @@ def load_model(
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-    family = family_of(read_config(model_path), model_path)
+    family = family_of(read_config(model_path, section), model_path)
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key):
             raise ModelError(
-                f"worker.actor.model.override_config: {type(config).__name__} has no attribute {key!r}. "
+                f"{section}.override_config: {type(config).__name__} has no attribute {key!r}. "
                 f"It has: {', '.join(sorted(k for k in config.to_dict() if not k.startswith('_')))}."
             )
         if isinstance(getattr(config, key), PretrainedConfig):
             raise ModelError(
-                f"worker.actor.model.override_config: {key} is a section of {type(config).__name__}; only single "
+                f"{section}.override_config: {key} is a section of {type(config).__name__}; only single "
                 "values can be replaced. Change it in config.json, in a copy of the model's folder."
             )
         setattr(config, key, value)
@@ -59,13 +63,13 @@ def load_model(
         )
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
-    _refuse_gaps(model_path, report)
+    _refuse_gaps(model_path, report, section)
     install(model)
     model.to(device)
     return model
 
 
-def _refuse_gaps(model_path: str, report: dict[str, Any]) -> None:
+def _refuse_gaps(model_path: str, report: dict[str, Any], section: str) -> None:
     """transformers fills weights that it doesn't find with random numbers and goes on."""
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     for fault, names in (
@@ -76,7 +80,7 @@ def _refuse_gaps(model_path: str, report: dict[str, Any]) -> None:
             listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             raise ModelError(
                 f"{model_path}: {len(names)} weights {fault} ({listed}). Copy the model again, and see that "
-                "config.json belongs to it and worker.actor.model.override_config keeps the sizes."
+                f"config.json belongs to it and {section}.override_config keeps the sizes."
             )
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from foveal.algorithm import aggregate
 from foveal.algorithm.value import value_loss
 from foveal.config import Config
+from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
 from foveal.errors import ModelError
+from foveal.models.families import read_config
 from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
 from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
@@ -161,14 +163,32 @@ class Critic:
         return aggregate(token_losses, pack.lengths, mask, mode, total_tokens, total_sequences), stats
 
 
+def check_critic_model(config: Config, processing: Processing) -> None:
+    """Checks, before a device is taken, that the critic's model can read what the actor's is given.
+
+    Raises:
+        ModelError: there is no such model, or it is of another family.
+    """
+    section, source = _source(config)
+    assert source.model_path is not None
+    family = read_config(source.model_path, section)["model_type"]
+    if family != processing.model_type:
+        raise ModelError(
+            f"{section}.model_path: {source.model_path} is a {family}, but the critic reads what the actor's "
+            f"{processing.model_type} is given; choose a model of that type, or leave the key out to start from the "
+            "actor's."
+        )
+
+
 def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
     """Builds the critic: `worker.critic.model.model_path`, by default the actor's model, with a new value head.
 
     Raises:
-        ModelError: as `load_model`; or the model is of another family than the actor's, whose prompts it is to read.
+        ModelError: as `check_critic_model` and `load_model`.
     """
+    check_critic_model(config, processing)
     critic = config.worker.critic
-    source = critic.model if critic.model.model_path else config.worker.actor.model
+    section, source = _source(config)
     assert source.model_path is not None
     model: Any = load_model(
         source.model_path,
@@ -176,13 +196,8 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
         device=device,
         trust_remote_code=source.trust_remote_code,
         override_config=source.override_config,
+        section=section,
     )
-    if model.config.model_type != processing.model_type:
-        raise ModelError(
-            f"worker.critic.model.model_path: {source.model_path} is a {model.config.model_type}, but the critic reads "
-            f"what the actor's {processing.model_type} is given; choose a model of that type, or leave the key out to "
-            "start from the actor's."
-        )
     if critic.model.freeze_vision_tower:
         freeze_vision_tower(model)
     if critic.model.enable_gradient_checkpointing:
@@ -203,6 +218,12 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
         packer(critic.micro_batch_size_per_device_for_update),
         packer(critic.micro_batch_size_per_device_for_experience),
     )
+
+
+def _source(config: Config) -> tuple[str, ModelConfig]:
+    """Which section of the configuration names the model that the critic starts from, and the section itself."""
+    critic = config.worker.critic.model
+    return ("worker.critic.model", critic) if critic.model_path else ("worker.actor.model", config.worker.actor.model)
 
 
 def _means(sums: dict[str, float], rate: float) -> Metrics:
