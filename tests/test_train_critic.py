@@ -283,3 +283,11 @@ def test_messages_about_the_critics_model_name_its_own_keys(folder: Path) -> Non
     options = [f"worker.critic.model.model_path={folder}", "worker.critic.model.override_config={nonsense: 1}"]
     with pytest.raises(ModelError, match=r"worker\.critic\.model\.override_config: .* no attribute 'nonsense'"):
         make_critic(folder, *options)
+
+
+def test_a_critic_that_was_never_updated_loads_too(folder: Path, tmp_path: Path) -> None:
+    critic = make_critic(folder)
+    critic.save(tmp_path / "critic")
+    again = make_critic(folder, trained_head=False)
+    again.load(tmp_path / "critic")
+    assert same_tensors(again.scorer.state_dict(), critic.scorer.state_dict()) and not again.optimizer.state
