@@ -85,8 +85,6 @@ def _check_algorithm(config: Config) -> None:
     name = config.algorithm.adv_estimator
     estimator = get_advantage(name)
     get_loss(config.worker.actor.loss_type)
-    if estimator.needs_values:
-        raise ConfigError(f"algorithm.adv_estimator={name}: needs a critic, not in this version yet")
     if estimator.needs_group and config.worker.rollout.n == 1:
         raise ConfigError(
             f"worker.rollout.n: 1 given, but algorithm.adv_estimator={name} compares the answers to one prompt; set "

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from foveal.algorithm import KLController
+from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
@@ -21,6 +21,7 @@ from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
 from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
+from foveal.train.critic import check_critic_model
 from foveal.train.retention import Checkpoints
 from foveal.types import Group, Metrics
 from foveal.validation import Validator
@@ -46,11 +47,14 @@ class Trainer:
         check_writable(self.root)
         self.checkpoints = Checkpoints(self.root, config.trainer.save_limit)
         self.processing = open_processing(config)
+        if get_advantage(config.algorithm.adv_estimator).needs_values:
+            check_critic_model(config, self.processing)
         self.loader = open_loader(config, self.processing, "train")
         val_loader = open_loader(config, self.processing, "val") if config.data.val_files else None
         self.total_steps = self._count_steps()
         algorithm = config.algorithm
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon)
+        self.has_critic = get_advantage(algorithm.adv_estimator).needs_values
         self.step = 0
         self.saved_step = 0
         self.val_score: tuple[int, float | None] = (-1, None)
@@ -138,10 +142,17 @@ class Trainer:
             if self.config.algorithm.needs_ref_logprobs:
                 with timer(timings, "ref"):
                     self.workers.ref_logprobs(groups)
+            if self.has_critic:
+                with timer(timings, "values"):
+                    self.workers.values(groups)
             with timer(timings, "adv"):
                 metrics |= assign_credit(groups, self.config, self.kl)
-            with timer(timings, "update_actor"):
-                metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
+            if self.has_critic:
+                with timer(timings, "update_critic"):
+                    metrics |= self.workers.update_critic(groups, step, self.total_steps)
+            if not self.has_critic or step > self.config.trainer.critic_warmup:
+                with timer(timings, "update_actor"):
+                    metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
         self.step = step
         self._loader_state = self.loader.state_dict()
         self._record_step(groups, metrics, timings)
@@ -170,7 +181,7 @@ class Trainer:
         timings: dict[str, float] = {}
 
         def write(folder: Path) -> None:
-            self.workers.save(folder / "actor", model_only=self.config.trainer.save_model_only)
+            self.workers.save(folder, model_only=self.config.trainer.save_model_only)
 
         validated, score = self.val_score
         if validated != self.step:
@@ -202,7 +213,7 @@ class Trainer:
                 f"{folder / 'trainer_state.json'} lacks {missing}: the checkpoint is damaged, or was not written by "
                 "`foveal train`. Give another one with trainer.load_checkpoint_path."
             ) from missing
-        self.workers.load(folder / "actor", step)
+        self.workers.load(folder, step)
         self.loader.load_state_dict(loader)
         self.kl.load_state_dict(kl)
         self._loader_state = loader
@@ -227,7 +238,8 @@ class Trainer:
         metrics |= rollout_metrics(groups, self.config.data.max_prompt_length)
         metrics |= timing_metrics(timings, sum(answers), total)
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
-        metrics |= self.workers.utilisation(total, timings["update_actor"])
+        if "update_actor" in timings:
+            metrics |= self.workers.utilisation(total, timings["update_actor"])
         self.record |= metrics
         console.step_line(self.step, self.total_steps, metrics)
 

@@ -6,8 +6,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from foveal.cli import main
+from foveal.models.loading import load_model
+from foveal.train.checkpoint import load_trained
+from foveal.train.shards import read_index, read_shards
 from tests.small_run import read_log, small_run
 
 ALGORITHMS: dict[str, list[str]] = {
@@ -21,6 +25,12 @@ ALGORITHMS: dict[str, list[str]] = {
         "algorithm.kl_coef=1.0e-3",
     ],
     "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+    "gae": [
+        "algorithm.adv_estimator=gae",
+        "worker.rollout.n=1",
+        "worker.critic.global_batch_size=4",
+        "worker.critic.optim.lr=1.0e-3",
+    ],
     "remax": ["algorithm.adv_estimator=remax", "worker.rollout.n=1"],
     "opo": ["algorithm.adv_estimator=opo"],
     "maxrl": ["algorithm.adv_estimator=maxrl"],
@@ -86,3 +96,42 @@ def test_an_estimator_of_the_users_own(tmp_path: Path) -> None:
     assert main(["train", *small_run(tmp_path, "qwen2_5_vl", *changes)]) == 0
     (step,) = (r for r in read_log(tmp_path / "run") if "actor" in r)
     assert step["critic"]["advantages"]["max"] == 0 and step["actor"]["grad_norm"] == 0
+
+
+GAE = [
+    "algorithm.adv_estimator=gae",
+    "worker.critic.global_batch_size=4",
+    "worker.critic.optim.lr=1.0e-3",
+    "algorithm.use_kl_loss=false",
+    "algorithm.kl_penalty=kl",
+    "trainer.critic_warmup=1",
+    "trainer.save_freq=1",
+]
+
+
+def critic_tensors(step: Path) -> dict[str, torch.Tensor]:
+    index = read_index(step / "critic")
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}  # type: ignore[union-attr]
+    read_shards(step / "critic", found)
+    return found
+
+
+@pytest.mark.slow
+def test_ppo_with_a_critic_warms_up_saves_and_resumes(tmp_path: Path) -> None:
+    arguments = small_run(tmp_path, "qwen2_5_vl", *GAE, "trainer.max_steps=3")
+    assert main(["train", *arguments]) == 0
+    run = tmp_path / "run"
+    records = read_log(run)
+    assert "lr" not in records[0]["actor"] and "lr" in records[1]["actor"]  # the critic alone in the first step
+    assert all(r["critic"]["vf_loss"] > 0 and r["critic"]["grad_norm"] > 0 for r in records)
+    assert {"values", "update_critic"} <= records[0]["timing_s"].keys()
+    first, second = (load_trained(run / f"global_step_{n}", dtype=torch.float32).state_dict() for n in (1, 2))
+    start = load_model(str(tmp_path / "model_qwen2_5_vl"), dtype=torch.float32, device=torch.device("cpu")).state_dict()
+    assert all(torch.equal(first[k], start[k]) for k in start)
+    assert any(not torch.equal(first[k], second[k]) for k in start)
+
+    again = tmp_path / "again"
+    changes = [f"trainer.save_checkpoint_path={again}", f"trainer.load_checkpoint_path={run / 'global_step_2'}"]
+    assert main(["train", *arguments, *changes]) == 0
+    expected, found = critic_tensors(run / "global_step_3"), critic_tensors(again / "global_step_3")
+    assert expected.keys() == found.keys() and all(torch.equal(expected[k], found[k]) for k in expected)

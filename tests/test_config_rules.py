@@ -83,9 +83,8 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "algorithm.adv_estimator=gae",
-        "algorithm.adv_estimator=remax",
-        "algorithm.kl_penalty=full",
+        "worker.actor.fsdp.torch_dtype=fp16",
+        "worker.actor.optim.strategy=adamw_bf16",
         "worker.actor.model.lora.rank=8",
         "worker.actor.ulysses_size=2",
         "worker.rollout.name=vllm",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from foveal.algorithm import get_advantage
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.models.attention import install
@@ -16,6 +17,8 @@ from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
 from foveal.rollout.engine import RolloutEngine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.train.checkpoint import load_actor, load_trained, save_actor
+from foveal.train.critic import Critic, load_critic
+from foveal.train.forward import autocast_dtype
 from foveal.train.policy import Policy
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, token_budget, write_logprobs
@@ -51,6 +54,7 @@ class Worker:
         self.model = model
         self.policy: Policy | None = None
         self.reference: TokenScorer | None = None
+        self.critic: Critic | None = None
         if train:
             if actor.model.enable_gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -66,6 +70,8 @@ class Worker:
                 self.experience_packer,
                 self.reference,
             )
+            if get_advantage(config.algorithm.adv_estimator).needs_values:
+                self.critic = load_critic(config, processing, self.device)
         self.weight_version = 0
         self.engine: RolloutEngine = TransformersEngine(
             model,
@@ -88,15 +94,11 @@ class Worker:
         )
 
     def _scorer(self, model: Any) -> TokenScorer:
-        """Matrix products run in `mp_param_dtype` on a GPU, and in the weights' own type on a CPU."""
-        compute = DTYPES[self.config.worker.actor.fsdp.mp_param_dtype]
-        weights = next(model.parameters()).dtype
-        autocast = compute if self.device.type == "cuda" and weights == torch.float32 != compute else None
         return TokenScorer(
             model,
             forbidden_ids=self.processing.forbidden_ids,
             temperature=self.config.worker.rollout.temperature,
-            autocast=autocast,
+            autocast=autocast_dtype(model, self.config.worker.actor.fsdp, self.device),
         ).to(self.device)
 
     def _packer(self, responses: int) -> Packer:
@@ -128,6 +130,16 @@ class Worker:
         assert self.reference is not None
         write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
 
+    def values(self, groups: Sequence[Group]) -> None:
+        """Stores `values`: the critic's value of the state before each token."""
+        assert self.critic is not None
+        self.critic.values(groups)
+
+    def update_critic(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
+        """One trainer step of the critic."""
+        assert self.critic is not None
+        return self.critic.update(groups, step, total_steps)
+
     def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
         """One trainer step; the engine samples with the new weights from then on."""
         metrics = self._trained.update(groups, step, total_steps, kl_coef)
@@ -142,19 +154,23 @@ class Worker:
         return {"perf/mfu_actor": training_flops(self.model, tokens) / seconds / peak} if peak and seconds else {}
 
     def save(self, folder: Path, *, model_only: bool) -> None:
-        """Writes the actor's folder of a checkpoint."""
+        """Writes the folders `actor` and, where there is one, `critic` of a checkpoint."""
         save_actor(
-            folder,
+            folder / "actor",
             self.model,
             None if model_only else self._trained.optimizer,
             source_path=str(self.config.worker.actor.model.model_path),
             save_processing=self.processing.save,
             override_config=self.config.worker.actor.model.override_config,
         )
+        if self.critic:
+            self.critic.save(folder / "critic", model_only=model_only)
 
     def load(self, folder: Path, step: int) -> None:
         """Reads weights, and the optimizer's state where one is trained, from the actor's folder of step `step`."""
-        load_actor(folder, self.model, self.policy.optimizer if self.policy else None)
+        load_actor(folder / "actor", self.model, self.policy.optimizer if self.policy else None)
+        if self.critic:
+            self.critic.load(folder / "critic")
         self.weight_version = step
 
     @property

@@ -40,33 +40,28 @@ def missing(config: Config) -> list[str]:
 def unsupported(config: Config) -> list[str]:
     """A line for each thing that the configuration asks for and this version does not do yet."""
     lines = []
-    algorithm, actor, trainer = config.algorithm, config.worker.actor, config.trainer
-    if not trainer.val_only:
-        if algorithm.uses_critic:
-            lines.append(
-                f"algorithm.adv_estimator={algorithm.adv_estimator}: needs a critic, not in this version yet; "
-                "choose grpo, rloo, reinforce_plus_plus or remax"
-            )
-        for key in ("worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"):
+    trained = [] if config.trainer.val_only else ["worker.actor"]
+    if trained and config.algorithm.uses_critic:
+        trained.append("worker.critic")
+    for role in trained:
+        for key in (f"{role}.fsdp.torch_dtype", f"{role}.fsdp.mp_param_dtype"):
             if config.value(key) == "fp16":
                 lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
-        if actor.optim.strategy == "adamw_bf16":
+        if config.value(f"{role}.optim.strategy") == "adamw_bf16":
             lines.append(
-                "worker.actor.optim.strategy=adamw_bf16: not in this version yet; set "
-                "worker.actor.optim.strategy=adamw and worker.actor.fsdp.torch_dtype=null"
+                f"{role}.optim.strategy=adamw_bf16: not in this version yet; set {role}.optim.strategy=adamw and "
+                f"{role}.fsdp.torch_dtype=null"
             )
-        if actor.model.lora.rank > 0:
-            lines.append(
-                f"worker.actor.model.lora.rank={actor.model.lora.rank}: LoRA is not in this version yet; "
-                "set worker.actor.model.lora.rank=0"
-            )
+        rank = config.value(f"{role}.model.lora.rank")
+        if rank > 0:
+            key = f"{role}.model.lora.rank"
+            lines.append(f"{key}={rank}: LoRA is not in this version yet; set {key}=0")
+        size = config.value(f"{role}.ulysses_size")
+        if size > 1:
+            key = f"{role}.ulysses_size"
+            lines.append(f"{key}={size}: a sequence stays on one device in this version; set {key}=1")
     if config.worker.rollout.name == "vllm":
         lines.append("worker.rollout.name=vllm: not in this version yet; set worker.rollout.name=auto")
-    if actor.ulysses_size > 1:
-        lines.append(
-            f"worker.actor.ulysses_size={actor.ulysses_size}: a sequence stays on one device in this version; "
-            "set worker.actor.ulysses_size=1"
-        )
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
         if config.value(key) > 1:
             source = "" if key in config.given else " (the default)"
@@ -113,8 +108,8 @@ def remarks(config: Config) -> list[str]:
 def _no_effect_reasons(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields (reason, beginnings of the keys that it concerns)."""
     rollout, sections = "worker.rollout.", ("worker.actor.", "worker.ref.", "worker.critic.")
-    if not config.algorithm.uses_critic:
-        estimator = config.algorithm.adv_estimator
+    estimator = config.algorithm.adv_estimator
+    if estimator in ADVANTAGE_ESTIMATORS and not config.algorithm.uses_critic:
         yield f"{estimator} has no critic", ("worker.critic.", "trainer.critic_warmup")
     if config.worker.rollout.name != "vllm":
         names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens "

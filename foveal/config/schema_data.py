@@ -198,4 +198,5 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_critic(self) -> bool:
+        """Whether there is a critic. (An estimator in a file of the user's may ask for one without this knowing.)"""
         return self.adv_estimator == "gae"

@@ -58,6 +58,7 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
     metrics: Metrics = {}
     penalty = None
     algorithm = config.algorithm
+    estimator = get_advantage(algorithm.adv_estimator)
     if algorithm.kl_in_reward:
         old, ref = _column(responses, "old_logprobs"), _column(responses, "ref_logprobs")
         penalty = kl_penalty(old, ref, algorithm.kl_penalty)
@@ -72,13 +73,11 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
         lengths=lengths,
         token_rewards=token_rewards,
         mask=mask,
+        values=_column(responses, "values") if estimator.needs_values else None,
         baselines=_baselines(groups, [index for index, _ in pairs]),
-        parts={
-            name: torch.tensor([r.rewards.get(name, float("nan")) for r in responses])
-            for name in algorithm.reward_parts
-        },
+        parts={name: torch.tensor([r.rewards.get(name, np.nan) for r in responses]) for name in algorithm.reward_parts},
     )
-    result = get_advantage(algorithm.adv_estimator)(batch, algorithm)
+    result = estimator(batch, algorithm)
     for name, values in (
         ("token_rewards", token_rewards),
         ("advantages", result.advantages),
@@ -117,4 +116,5 @@ def _baselines(groups: Sequence[Group], group_of: Sequence[int]) -> torch.Tensor
 
 
 def _column(responses: Sequence[Response], name: str) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([r.columns[name] for r in responses]))
+    """(N,): a column of the responses; those without a token have none."""
+    return torch.from_numpy(np.concatenate([r.columns[name] for r in responses if len(r.token_ids)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
-from foveal.train.optim import build_optimizer, learning_rate
+from foveal.train.optim import build_optimizer, learning_rate, take_step
 from foveal.train.packing import Pack
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
@@ -92,13 +91,9 @@ class Policy:
             loss.backward()
             for name, value in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.worker.actor.max_grad_norm))
-        if not math.isfinite(norm):
-            # A step along NaN would destroy the weights; leaving it out costs one batch.
-            self.optimizer.zero_grad(set_to_none=True)
+        norm = take_step(self.optimizer, self.config.worker.actor.max_grad_norm)
+        if norm is None:
             return {"not_finite": 1.0}
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         result = {name: float(value) for name, value in sums.items()}
         return result | {"tokens": float(total_tokens), "grad_norm": norm, "steps": 1.0}
 

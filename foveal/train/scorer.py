@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import nn
 
 from foveal.models.head import Head, TokenScores, head_of, score_tokens
-from foveal.models.positions import backbone
+from foveal.train.forward import autocast, source_states
 from foveal.train.packing import Pack
 
 
@@ -39,7 +37,7 @@ class TokenScorer(nn.Module):
             with_entropy: also each token's entropy.
             reference: the reference policy's `head` of the same pack, for the exact KL.
         """
-        with self._autocast(pack.token_ids.device):
+        with autocast(pack.token_ids.device, self.autocast):
             return score_tokens(
                 self._head(pack),
                 pack.targets,
@@ -52,18 +50,8 @@ class TokenScorer(nn.Module):
     @torch.no_grad()
     def head(self, pack: Pack) -> Head:
         """The hidden states and output layer that predict the pack's response tokens, without gradient."""
-        with self._autocast(pack.token_ids.device):
+        with autocast(pack.token_ids.device, self.autocast):
             return self._head(pack)
 
     def _head(self, pack: Pack) -> Head:
-        hidden = backbone(self.model)(
-            input_ids=pack.token_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segments=pack.segments,
-            **pack.features,
-        ).last_hidden_state[0]
-        return Head(hidden[pack.source], *head_of(self.model))
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+        return Head(source_states(self.model, pack), *head_of(self.model))
