@@ -10,9 +10,7 @@ import torch
 from foveal.types import Group, Prompt, Response
 
 
-def random_groups(
-    model: Any, pictures: list[int], *, answers: int = 3, longest: int = 7, seed: int = 0, rewards: bool = True
-) -> list[Group]:
+def random_groups(model: Any, pictures: list[int], *, answers: int = 3, longest: int = 7, seed: int = 0) -> list[Group]:
     """One group per entry of `pictures`, with that many pictures of different sizes in its prompt.
 
     Token ids start at 10: the ones below stand for pictures and turns in the tiny tokenizers.
@@ -21,15 +19,17 @@ def random_groups(
     groups = []
     for index, count in enumerate(pictures):
         ids, features = _prompt(model, count, rng)
-        responses = [
-            Response(
-                token_ids=rng.integers(10, 200, size=int(rng.integers(1, longest + 1))),
-                logprobs=np.zeros(0, np.float32),
-                finish_reason="stop",
-                rewards={"overall": float(rng.normal())} if rewards else {},
+        responses = []
+        for _ in range(answers):
+            length = int(rng.integers(1, longest + 1))
+            responses.append(
+                Response(
+                    token_ids=rng.integers(10, 200, size=length),
+                    logprobs=rng.normal(-5, 0.3, size=length).astype(np.float32),
+                    finish_reason="stop",
+                    rewards={"overall": float(rng.normal())},
+                )
             )
-            for _ in range(answers)
-        ]
         prompt = Prompt(f"train-0-{index}", ids, ids, [], {}, index, None, features)
         groups.append(Group(prompt, responses))
     return groups

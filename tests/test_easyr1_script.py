@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.checkpoint import load_trained
-from tests.small_run import write_rows
+from tests.small_run import REWARD, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,3 +85,21 @@ def test_the_qwen3_vl_4b_script_trains_and_merges(checkout: Path, dtype: str) ->
         expected = reference(**inputs).logits
         found = merged(**inputs).logits
     assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cispo", "dapo", "gspo", "reinforce", "sapo"])
+def test_the_scripts_of_the_other_algorithms_run(checkout: Path, name: str) -> None:
+    model = build_tiny(checkout / "model", "qwen2_5_vl")
+    rows = write_rows(checkout / "rows", count=8)
+    (checkout / "reward.py").write_text(REWARD)
+    overrides = f"""data.train_files={rows} data.val_files={rows} data.image_dir={rows.parent} data.min_pixels=784
+        trainer.n_gpus_per_node=1 trainer.max_steps=1 data.rollout_batch_size=4 worker.actor.global_batch_size=4
+        data.mini_rollout_batch_size=4 data.max_response_length=16 data.val_batch_size=8 trainer.val_before_train=false
+        trainer.val_freq=-1 worker.reward.reward_function=reward.py:score""".split()
+    script = f"examples/qwen2_5_vl_7b_geo3k_{name}.sh"
+    done = run(["bash", script, *overrides], checkout, MODEL_PATH=str(model))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (log,) = checkout.glob("checkpoints/easy_r1/*/experiment_log.jsonl")
+    (record,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert record["actor"]["grad_norm"] > 0

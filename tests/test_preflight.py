@@ -49,7 +49,7 @@ def check(*overrides: str) -> None:
 
 
 def test_an_estimator_that_compares_answers_needs_several(own: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout.n: 1"):
+    with pytest.raises(ConfigError, match=r"rollout\.n: 1"):
         check(f"algorithm.adv_estimator={own}:with_group")
 
 

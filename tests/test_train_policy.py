@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from foveal.algorithm import KLController
 from foveal.config import load_config
+from foveal.config.schema_worker import POLICY_LOSSES
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.credit import assign_credit, needs_old_logprobs
@@ -122,6 +123,23 @@ def test_the_step_does_not_depend_on_the_micro_batches(folder: Path, mode: str, 
     cut = make_policy(folder, option, budget=budget, shared=shared)
     assert len(list(cut.packer.packs(groups))) > 1
     assert furthest(step_taken(cut, groups), expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["token", "seq", "seq_sum_norm"])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_no_loss_depends_on_micro_batches_or_on_the_order(folder: Path, loss: str, mode: str) -> None:
+    options = [
+        f"worker.actor.loss_type={loss}",
+        f"worker.actor.loss_avg_mode={mode}",
+        "worker.actor.entropy_coef=0.1",
+        "algorithm.correction=tis",
+    ]
+    whole = make_policy(folder, *options)
+    groups = prepared_groups(whole)
+    expected = step_taken(whole, groups)
+    cut = make_policy(folder, *options, budget=25)
+    reordered = [groups[i] for i in (2, 0, 3, 1)]
+    assert furthest(step_taken(cut, reordered), expected) < 1e-5
 
 
 def test_zero_advantages_without_kl_move_nothing(folder: Path) -> None:
