@@ -1,5 +1,5 @@
 # make setup        create .venv and install the project with what its tests need
-# make quickstart   the same, then improve a tiny vision-language model with GRPO on this CPU (about ten minutes)
+# make quickstart   the same, then improve a tiny vision-language model with GRPO on this CPU (three to four minutes)
 # make test         everything; make test-fast leaves the slow ones out
 # make lint         ruff and mypy
 

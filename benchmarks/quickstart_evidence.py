@@ -82,7 +82,7 @@ def _accuracy(folders: Folders, model: str, rows: str) -> float:
     out = folders.root / "eval" / f"{Path(model).parent.name}_{Path(model).name}_{rows}"
     files = [f"data.val_files={folders.data / rows}.parquet", f"trainer.save_checkpoint_path={out}"]
     _run("eval", model, *folders.overrides(), *files)
-    return accuracies(out / "eval")[0]
+    return accuracies(next((out / "eval").iterdir()))[0]
 
 
 def _run(*args: str) -> None:

@@ -42,8 +42,8 @@ _EVAL_HELP = """\
 usage: foveal eval MODEL [config=FILE] [KEY=VALUE …]
 
 Scores MODEL on data.val_files with worker.reward.reward_function, with the metrics and sample files of a training run.
-MODEL is a Hugging Face folder, a hub id, or a checkpoint (…/global_step_N). Files go to the folder `eval` in
-trainer.save_checkpoint_path.
+MODEL is a Hugging Face folder, a hub id, or a checkpoint (…/global_step_N). Files go to the folder `eval`
+in trainer.save_checkpoint_path.
 """
 
 
@@ -77,15 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: list[str]) -> int:
-    if _wants_help(args):
+    if _wants_help(args) or not args:
         console.note(_TRAIN_HELP)
-        return 0
+        return 0 if args else 2
     from foveal.config import load_config, render
 
     print_only = "--print-config" in args
     config = load_config([arg for arg in args if arg != "--print-config"])
     if print_only:
+        from foveal.config.rules import missing, unsupported
+
         console.note(render(config).rstrip("\n"))
+        for line in missing(config) + unsupported(config):
+            console.warn(f"not yet ready to run: {line}")
         return 0
     if config.trainer.val_only:
         from foveal.evaluate import evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -21,10 +22,10 @@ def evaluate(config: Config, model: str | None = None) -> int:
     """Scores a model on `data.val_files`.
 
     Args:
-        config: its `checkpoint_dir` gets a folder `eval` for logs and samples, so that a training run's own stay as
-            they are.
-        model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else
-            `worker.actor.model.model_path`.
+        config: its `checkpoint_dir` gets a folder `eval/MODEL` for logs and samples, so that neither a training run's
+            own nor another model's are touched.
+        model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else the
+            last checkpoint of the run where `trainer.find_last_checkpoint` is set, else `worker.actor.model.model_path`.
 
     Returns:
         0
@@ -39,14 +40,17 @@ def evaluate(config: Config, model: str | None = None) -> int:
     elif model is not None:
         config.worker.actor.model.model_path = model
         config.worker.actor.model.tokenizer_path = None
+    scored = str(checkpoint or config.worker.actor.model.model_path)
     check_runnable(config)
+    console.note(f"scoring {scored}")
     processing = open_processing(config)
     loader = open_loader(config, processing, "val")
     step = read_state(checkpoint)["step"] if checkpoint else 0
     timings: dict[str, float] = {}
     with RewardRunner(config.worker.reward, "val") as rewards:
         workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
-        with closing(Trackers(config, config.trainer.checkpoint_dir / "eval", resume_step=step)) as trackers:
+        folder = config.trainer.checkpoint_dir / "eval" / re.sub(r"[^\w.-]+", "_", scored).strip("_")[-100:]
+        with closing(Trackers(config, folder, resume_step=step)) as trackers:
             with timer(timings, "validation"):
                 metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
             metrics |= timing_metrics(timings)
@@ -58,10 +62,12 @@ def evaluate(config: Config, model: str | None = None) -> int:
 
 def _checkpoint(config: Config, model: str | None) -> Path | None:
     """The `global_step_N` folder that is meant, or None for a plain model."""
-    named = model or config.trainer.load_checkpoint_path
-    if named is None or (model is not None and not _looks_like_checkpoint(Path(model))):
-        return None
-    return Checkpoints(config.trainer.checkpoint_dir, -1).resolve(named)
+    checkpoints = Checkpoints(config.trainer.checkpoint_dir, -1)
+    if model is not None:
+        return checkpoints.resolve(model) if _looks_like_checkpoint(Path(model)) else None
+    if config.trainer.load_checkpoint_path:
+        return checkpoints.resolve(config.trainer.load_checkpoint_path)
+    return checkpoints.latest() if config.trainer.find_last_checkpoint else None
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from foveal.algorithm import get_advantage, get_loss
@@ -34,23 +33,6 @@ def check_runnable(config: Config) -> None:
         _check_algorithm(config)
     for line in no_effect(config) + remarks(config):
         note(line)
-
-
-def check_writable(folder: Path) -> None:
-    """Makes the run's folder, and a file in it, to fail now rather than at the first save.
-
-    Raises:
-        ConfigError: it cannot be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.save_checkpoint_path: cannot write to {folder} ({error.strerror or error}). Give a folder on a "
-            "disk that can be written to."
-        ) from error
 
 
 def open_processing(config: Config) -> Processing:

@@ -12,7 +12,9 @@ from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
 from foveal.errors import CheckpointError, DataError, RewardError
-from foveal.preflight import check_runnable, check_writable, open_processing
+from foveal.folder import RunFolder
+from foveal.preflight import check_runnable, open_processing
+from foveal.resume import check_settings, saved_settings
 from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import Collector, training_sampling
 from foveal.signals import Stopped, StopSignals
@@ -44,36 +46,36 @@ class Trainer:
         check_runnable(config)
         self.config = config
         self.root = config.trainer.checkpoint_dir
-        check_writable(self.root)
         self.checkpoints = Checkpoints(self.root, config.trainer.save_limit)
         self.processing = open_processing(config)
-        if get_advantage(config.algorithm.adv_estimator).needs_values:
-            check_critic_model(config, self.processing)
-        self.loader = open_loader(config, self.processing, "train")
-        val_loader = open_loader(config, self.processing, "val") if config.data.val_files else None
-        self.total_steps = self._count_steps()
         algorithm = config.algorithm
-        self.kl = KLController(algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon)
         self.has_critic = get_advantage(algorithm.adv_estimator).needs_values
+        if self.has_critic:
+            check_critic_model(config, self.processing)
+        self.kl = KLController(algorithm.kl_coef, algorithm.kl_type, algorithm.kl_target, algorithm.kl_horizon)
         self.step = 0
         self.saved_step = 0
+        self.idle_steps = 0
         self.val_score: tuple[int, float | None] = (-1, None)
         self.record: Metrics = {}
         self.signals = StopSignals()
-        self._loader_state = self.loader.state_dict()
-        with ExitStack() as processes:
-            rewards = processes.enter_context(RewardRunner(config.worker.reward, "train"))
-            val_rewards = RewardRunner(config.worker.reward, "val")
-            if val_loader:
-                processes.enter_context(val_rewards)
+        with ExitStack() as held:
+            held.callback(RunFolder(self.root).close)
+            rewards = held.enter_context(RewardRunner(config.worker.reward, "train"))
+            self.loader = open_loader(config, self.processing, "train")
+            self.validator: Validator | None = None
+            self.total_steps = self._count_steps()
+            if config.data.val_files:
+                val_loader = open_loader(config, self.processing, "val")
+                val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val"))
             self.workers = start_workers(config, self.processing, train=True)
+            if config.data.val_files:
+                self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
             self.collector = Collector(config, self.loader, self.workers, rewards)
-            self.validator = (
-                Validator(config, val_loader, self.workers, val_rewards, self.processing) if val_loader else None
-            )
+            self._loader_state = self.loader.state_dict()
             self._resume()
             self.trackers = Trackers(config, self.root, resume_step=self.step)
-            self._reward_processes = processes.pop_all()
+            self._held = held.pop_all()
 
     def _count_steps(self) -> int:
         trainer, batch = self.config.trainer, self.config.data.rollout_batch_size
@@ -101,10 +103,11 @@ class Trainer:
                 self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
                 return 128 + stop.signum
             except (DataError, RewardError) as error:  # raised between updates, so the weights are those of a step
-                try:
-                    self._save_after(type(error).__name__)
-                except CheckpointError as failure:
-                    console.warn(str(failure))
+                if self.saved_step != self.step:
+                    try:
+                        self._save_after(type(error).__name__)
+                    except CheckpointError as failure:
+                        console.warn(str(failure))
                 raise
             finally:
                 self.close()
@@ -112,7 +115,10 @@ class Trainer:
     def _run(self) -> None:
         trainer = self.config.trainer
         if self.step >= self.total_steps:
-            console.note(f"nothing left to do: step {self.step} of {self.total_steps} is done.")
+            console.note(
+                f"nothing left to do: step {self.step} of {self.total_steps} is done. Raise trainer.max_steps or "
+                "trainer.total_epochs to go on, or give a new run another trainer.experiment_name."
+            )
             return
         if self.step == 0 and trainer.val_before_train:
             self.validate()
@@ -194,7 +200,12 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer; plain JSON."""
-        return {"step": self.step, "loader": self._loader_state, "kl": self.kl.state_dict()}
+        return {
+            "step": self.step,
+            "loader": self._loader_state,
+            "kl": self.kl.state_dict(),
+            "settings": saved_settings(self.config),
+        }
 
     def _resume(self) -> None:
         """Goes on from `load_checkpoint_path`, or from the run's own last checkpoint."""
@@ -213,6 +224,9 @@ class Trainer:
                 f"{folder / 'trainer_state.json'} lacks {missing}: the checkpoint is damaged, or was not written by "
                 "`foveal train`. Give another one with trainer.load_checkpoint_path."
             ) from missing
+        change = check_settings(state.get("settings", {}), self.config, str(folder))
+        if change:
+            console.note(change)
         self.workers.load(folder, step)
         self.loader.load_state_dict(loader)
         self.kl.load_state_dict(kl)
@@ -242,6 +256,29 @@ class Trainer:
             metrics |= self.workers.utilisation(total, timings["update_actor"])
         self.record |= metrics
         console.step_line(self.step, self.total_steps, metrics)
+        self._warn_of_nothing_learned(groups)
+
+    def _warn_of_nothing_learned(self, groups: list[Group]) -> None:
+        """Says at the first step without a learning signal what that means, and again as such steps go on."""
+        trained = [r for g in groups for r in g.trained]
+        if any(r.columns["advantages"].any() for r in trained):
+            self.idle_steps = 0
+            return
+        self.idle_steps += 1
+        if self.idle_steps & (self.idle_steps - 1):  # 1, 2, 4, 8 … steps in a row
+            return
+        if trained:
+            scores = sorted({r.rewards["overall"] for r in trained})
+            shown = ", ".join(f"{score:g}" for score in scores[:3]) + (", …" if len(scores) > 3 else "")
+            reason = f"no two answers to the same prompt were scored differently (scores: {shown})"
+            cure = (
+                "If the score is always the same, the prompt's format and the reward function may disagree, or the task "
+                "is too easy or too hard; see generations.log, or raise worker.rollout.n"
+            )
+        else:
+            reason = "no score was a finite number, so every answer was left out"
+            cure = "Look at the reward function"
+        console.warn(f"step {self.step}: nothing was learned, {reason}; {self.idle_steps} step(s) in a row. {cure}.")
 
     def _write_record(self) -> None:
         """Logs everything that is known of the current step, as one record."""
@@ -253,8 +290,8 @@ class Trainer:
         self.record = {}
 
     def close(self) -> None:
-        """Ends the reward processes and writes out what the trackers hold."""
-        self._reward_processes.close()
+        """Writes out what the trackers hold, ends the reward processes and lets go of the folder."""
         self._write_record()
         draw_curve(self.trackers.log_file, self.root / "curve.png")
         self.trackers.close()
+        self._held.close()

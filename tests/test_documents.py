@@ -56,7 +56,7 @@ def test_commands_are_ones_that_there_are(document: str, monkeypatch: pytest.Mon
                 assert (ROOT / (module.replace(".", "/") + ".py")).exists()
             case ["python", script, *_]:
                 assert (ROOT / script).exists()
-    assert {"make", "foveal", "python", "pip"} <= kinds
+    assert {"make", "foveal", "python"} <= kinds
 
 
 def test_both_languages_give_the_same_commands_and_figures() -> None:

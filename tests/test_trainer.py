@@ -19,11 +19,13 @@ import torch
 from foveal.cli import main
 from foveal.data.loader import PromptLoader
 from foveal.errors import ModelError
+from foveal.folder import RunFolder
+from foveal.quickstart.tiny import build_tiny
 from foveal.reward.contract import FunctionInfo
 from foveal.reward.pool import RewardProcess
 from foveal.train.checkpoint import load_trained
 from foveal.types import Media, Prompt
-from tests.small_run import read_log, small_run
+from tests.small_run import read_log, small_run, write_rows
 
 
 def flat(record: dict, prefix: str = "") -> dict[str, float]:
@@ -203,6 +205,52 @@ def test_a_start_that_fails_leaves_no_reward_process(
     assert started and not any(process.alive for process in started)
 
 
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = RunFolder(tmp_path / "run")
+    assert main(["train", *small_run(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "in use by another run" in error and str(os.getpid()) in error and "trainer.experiment_name" in error
+    held.close()
+    assert main(["train", *small_run(tmp_path)]) == 0
+
+
+def test_going_on_with_another_model_or_other_rows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    capsys.readouterr()
+    other = write_rows(tmp_path / "data", name="other.jsonl")
+    assert main(["train", *args, "trainer.max_steps=2", f"data.train_files={other}"]) == 1
+    error = capsys.readouterr().err
+    assert "rows.jsonl" in error and "other.jsonl" in error and "trainer.find_last_checkpoint=false" in error
+    build_tiny(tmp_path / "another", "qwen2_5_vl", seed=5)
+    assert main(["train", *args, "trainer.max_steps=2", f"worker.actor.model.model_path={tmp_path / 'another'}"]) == 1
+    assert "worker.actor.model.model_path was" in capsys.readouterr().err
+
+
+def test_going_on_with_other_settings_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    capsys.readouterr()
+    assert main(["train", *args, "trainer.max_steps=2", "worker.actor.optim.lr=5.0e-4", "worker.rollout.n=3"]) == 0
+    output = capsys.readouterr().out
+    assert "worker.actor.optim.lr 0.001 → 0.0005" in output and "worker.rollout.n 4 → 3" in output
+    assert "trainer.max_steps" not in output.split("changed since the checkpoint")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"), [("0.5", "scored differently (scores: 0.5)"), ("float('nan')", "every answer was left out")]
+)
+def test_a_step_that_teaches_nothing_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], score: str, expected: str
+) -> None:
+    (tmp_path / "reward.py").write_text(f"def score(rows):\n    return [{{'overall': {score}}} for _ in rows]\n")
+    assert main(["train", *small_run(tmp_path), "trainer.max_steps=3"]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "nothing was learned" in line]
+    assert len(warnings) == 2 and expected in warnings[0] and "2 step(s) in a row" in warnings[1]
+
+
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = small_run(tmp_path)
     assert main(["train", *args]) == 0
@@ -244,9 +292,10 @@ def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
     for name, model in (("a", run / "global_step_1"), ("b", run / "global_step_1" / "actor" / "huggingface")):
         out = tmp_path / name
         assert main(["eval", str(model), *args, f"trainer.save_checkpoint_path={out}"]) == 0
-        (record,) = read_log(out / "eval")
+        (folder,) = (out / "eval").iterdir()
+        (record,) = read_log(folder)
         scores.append((record["val"], record["val_response_length"]))
-        assert (out / "eval" / "generations.log").read_text()
+        assert (folder / "generations.log").read_text()
         assert not list(out.glob("global_step_*"))
     assert scores[0] == scores[1]
     final = [r for r in read_log(run) if "val" in r][-1]
@@ -258,11 +307,13 @@ def test_eval_takes_a_checkpoint_under_another_name(tmp_path: Path) -> None:
     assert main(["train", *args]) == 0
     shutil.move(tmp_path / "run" / "global_step_1", tmp_path / "best")
     assert main(["eval", str(tmp_path / "best"), *args]) == 0
-    (record,) = read_log(tmp_path / "run" / "eval")
+    (folder,) = (tmp_path / "run" / "eval").iterdir()
+    (record,) = read_log(folder)
     assert record["step"] == 1
 
 
 def test_val_only_scores_the_model_path(tmp_path: Path) -> None:
     assert main(["train", *small_run(tmp_path, "qwen2_5_vl", "trainer.val_only=true")]) == 0
-    (record,) = read_log(tmp_path / "run" / "eval")
+    (folder,) = (tmp_path / "run" / "eval").iterdir()
+    (record,) = read_log(folder)
     assert "reward_score" in record["val"] and "actor" not in record

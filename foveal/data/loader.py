@@ -139,10 +139,15 @@ class PromptLoader:
         if len(self) >= count:
             return
         first = f" First unreadable picture: {next(iter(self.skipped.values()))}." if self.skipped else ""
-        key = "data.val_batch_size" if self.split == "val" else "data.rollout_batch_size"
+        key, others = (
+            "data.rollout_batch_size",
+            "and worker.actor.global_batch_size (and data.mini_rollout_batch_size) ",
+        )
+        if self.split == "val":
+            key, others = "data.val_batch_size", ""
         raise DataError(
             f"{self.builder.rows.source} has {len(self)} usable rows, and a batch takes {count}.{first} Lower {key} "
-            f"(or data.mini_rollout_batch_size) to at most the number of rows, or add rows."
+            f"{others}to at most the number of rows, or add rows."
         )
 
 

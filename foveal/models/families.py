@@ -43,7 +43,9 @@ def read_config(model_path: str, section: str = "worker.actor.model") -> dict[st
     """
     from transformers import PretrainedConfig
 
-    if not Path(model_path).is_dir() and (model_path.startswith((".", "/", "~")) or model_path.count("/") > 1):
+    owner, slash, rest = model_path.partition("/")
+    is_local = owner in ("", ".", "..", "~") or "/" in rest or bool(slash and Path(owner).is_dir())
+    if is_local and not Path(model_path).is_dir():
         raise ModelError(
             f"{section}.model_path: there is no folder {model_path!r} (looked in {Path.cwd()}). "
             "Give the folder of a Hugging Face model, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."

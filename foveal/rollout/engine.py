@@ -90,7 +90,7 @@ def choose_engine(name: str, say: Callable[[str], None] = print) -> str:
     if name == "transformers":
         return name
     if name == "auto":
-        say("rollout engine: transformers (worker.rollout.name=auto; this version has no vLLM engine)")
+        say("rollout engine: transformers (worker.rollout.name=auto; vLLM is not in this version)")
         return "transformers"
     if name == "vllm":
         raise ConfigError(
