@@ -25,7 +25,7 @@ def evaluate(config: Config, model: str | None = None) -> int:
         config: its `checkpoint_dir` gets a folder `eval/MODEL` for logs and samples, so that neither a training run's
             own nor another model's are touched.
         model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else the
-            last checkpoint of the run where `trainer.find_last_checkpoint` is set, else `worker.actor.model.model_path`.
+            run's last checkpoint where `trainer.find_last_checkpoint` is set, else `worker.actor.model.model_path`.
 
     Returns:
         0

@@ -40,8 +40,8 @@ class RunFolder:
             holder = self._lock.read().strip() or "unknown"
             self._lock.close()
             raise ConfigError(
-                f"trainer.save_checkpoint_path: {path} is in use by another run (process {holder}). Wait for it, or give "
-                "this run a name of its own with trainer.experiment_name or trainer.save_checkpoint_path."
+                f"trainer.save_checkpoint_path: {path} is in use by another run (process {holder}). Wait for it, or "
+                "give this run a name of its own with trainer.experiment_name or trainer.save_checkpoint_path."
             ) from error
         except OSError:
             return  # a file system without locks: then nothing keeps two runs apart

@@ -39,9 +39,9 @@ def check_settings(saved: dict[str, Any], config: Config, place: str) -> str | N
     if refused:
         differences = "; ".join(f"{key} was {changed[key][0]!r} and is {changed[key][1]!r}" for key in refused)
         raise CheckpointError(
-            f"{place} belongs to another run: {differences}. To start afresh give trainer.experiment_name another name, "
-            f"or trainer.find_last_checkpoint=false. If only the place has changed, trainer.load_checkpoint_path={place} "
-            "goes on all the same."
+            f"{place} belongs to another run: {differences}. To start afresh give trainer.experiment_name another "
+            "name, or trainer.find_last_checkpoint=false. If only the place has changed, "
+            f"trainer.load_checkpoint_path={place} goes on all the same."
         )
     told = [f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if not key.startswith(_FREE)]
     return f"changed since the checkpoint: {', '.join(told)}" if told else None

@@ -272,8 +272,8 @@ class Trainer:
             shown = ", ".join(f"{score:g}" for score in scores[:3]) + (", …" if len(scores) > 3 else "")
             reason = f"no two answers to the same prompt were scored differently (scores: {shown})"
             cure = (
-                "If the score is always the same, the prompt's format and the reward function may disagree, or the task "
-                "is too easy or too hard; see generations.log, or raise worker.rollout.n"
+                "If the score is always the same, the prompt's format and the reward function may disagree, or the "
+                "task is too easy or too hard; see generations.log, or raise worker.rollout.n"
             )
         else:
             reason = "no score was a finite number, so every answer was left out"

@@ -207,7 +207,7 @@ def _cure(failure: Failure, info: FunctionInfo) -> str:
             'The limit is worker.reward.time_limit for each answer of the call. With REWARD_TYPE = "sequential" only '
             f"the answer that is stuck would be lost. {go_on}"
         )
-    if not info.declares_kind and "TypeError" in failure.text:
+    if not info.declares_kind and (failure.kind == "broken" or "TypeError" in failure.text):
         return (
             "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict "
             f'needs REWARD_TYPE = "sequential". {go_on}'
