@@ -35,7 +35,12 @@ ALGORITHMS: dict[str, list[str]] = {
     "opo": ["algorithm.adv_estimator=opo"],
     "maxrl": ["algorithm.adv_estimator=maxrl"],
     "gdpo": ["algorithm.adv_estimator=gdpo", "algorithm.reward_parts={accuracy: 0.9, format: 0.1}"],
-    "gae (PPO)": ["algorithm.adv_estimator=gae", "worker.critic.optim.lr=1.0e-3", "trainer.critic_warmup=5"],
+    "gae (PPO)": [
+        "algorithm.adv_estimator=gae",
+        "worker.critic.global_batch_size=64",
+        "worker.critic.optim.lr=1.0e-3",
+        "trainer.critic_warmup=5",
+    ],
     "PPO clip, two steps": [TWO_STEPS],
     "gspo": [
         TWO_STEPS,
