@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foveal.errors import ConfigError
+from foveal.track.console import note
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MARK = ".foveal_quickstart"
@@ -106,7 +107,7 @@ def prepare(folders: Folders, seed: int) -> float:
     from foveal.quickstart.warmup import Recipe, warm_up
 
     _make_root(folders.root)
-    print(f"building a tiny Qwen3-VL and a picture task in {folders.root}", flush=True)
+    note(f"building a tiny Qwen3-VL and a picture task in {folders.root}")
     build_tiny(folders.random, "qwen3_vl", size="quickstart", seed=seed)
     data = build_task(folders.data, seed)
     config = load_config([*folders.overrides(), f"data.train_files={data['warmup']}"])
@@ -143,11 +144,10 @@ def _last_checkpoint(run: Path) -> Path:
 
 def _report(folders: Folders, warm_seconds: float, train_seconds: float) -> None:
     found = accuracies(folders.run)
-    print(
+    note(
         f"\nHeld-out accuracy: {found[min(found)]:.3f} after the warm-up ({warm_seconds:.0f} s), "
         f"{found[max(found)]:.3f} after {max(found)} GRPO steps ({train_seconds:.0f} s).\n"
         f"  run     {folders.run}  (experiment_log.jsonl, generations.log)\n"
         f"  curve   {folders.run / 'curve.png'}\n"
-        f"  model   {folders.merged}  (AutoModelForImageTextToText.from_pretrained)",
-        flush=True,
+        f"  model   {folders.merged}  (AutoModelForImageTextToText.from_pretrained)"
     )

@@ -22,6 +22,7 @@ from foveal.data.processing import Processing, load_processing
 from foveal.data.prompts import PromptBuilder
 from foveal.data.source import load_rows
 from foveal.errors import DataError, FovealError
+from foveal.track.console import note
 from foveal.types import Prompt
 
 CHECK_EVERY = 5
@@ -111,7 +112,7 @@ def warm_up(config: Config, model_path: str | Path, out: str | Path, recipe: Rec
         loss = _step(model, optimizer, batch)
         if step % CHECK_EVERY == 0:
             accuracy = greedy_accuracy(model, check)
-            print(f"warm-up step {step}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
+            note(f"warm-up step {step}: loss {loss:.3f}, accuracy {accuracy:.3f}")
             if accuracy >= recipe.target:
                 break
     model.save_pretrained(out)
