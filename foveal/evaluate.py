@@ -45,7 +45,7 @@ def evaluate(config: Config, model: str | None = None) -> int:
     console.note(f"scoring {scored}")
     processing = open_processing(config)
     loader = open_loader(config, processing, "val")
-    step = read_state(checkpoint)["step"] if checkpoint else 0
+    step = read_state(checkpoint).get("step", 0) if checkpoint else 0
     timings: dict[str, float] = {}
     with RewardRunner(config.worker.reward, "val") as rewards:
         workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")

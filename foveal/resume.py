@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from foveal.config import Config
+from foveal.config.keys import known_keys
 from foveal.errors import CheckpointError
 
 _FIXED = ("worker.actor.model.model_path", "data.train_files")
@@ -16,7 +19,8 @@ _FREE = ("trainer.",)
 
 def saved_settings(config: Config) -> dict[str, Any]:
     """Every dotted key with its value, as plain JSON."""
-    return _flat(config.model_dump(mode="json"))
+    values = config.model_dump(mode="json")
+    return {key: reduce(getitem, key.split("."), values) for key in known_keys()}
 
 
 def check_settings(saved: dict[str, Any], config: Config, place: str) -> str | None:
@@ -45,13 +49,3 @@ def check_settings(saved: dict[str, Any], config: Config, place: str) -> str | N
         )
     told = [f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if not key.startswith(_FREE)]
     return f"changed since the checkpoint: {', '.join(told)}" if told else None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

@@ -22,6 +22,7 @@ from foveal.track import Trackers, console
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
+from foveal.train.checkpoint import check_critic
 from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
 from foveal.train.critic import check_critic_model
 from foveal.train.retention import Checkpoints
@@ -32,8 +33,8 @@ from foveal.validation import Validator
 class Trainer:
     """One run, from checked inputs to the last checkpoint.
 
-    Building it opens data, processor and reward function, in that order, before any model is loaded, so that what is
-    wrong shows within seconds.
+    Building it opens processor, checkpoint, reward function and data, in that order, before any model is loaded, so
+    that what is wrong shows within seconds.
 
     Args:
         config: the whole configuration.
@@ -61,6 +62,7 @@ class Trainer:
         self.signals = StopSignals()
         with ExitStack() as held:
             held.callback(RunFolder(self.root).close)
+            found = self._find_checkpoint()
             rewards = held.enter_context(RewardRunner(config.worker.reward, "train"))
             self.loader = open_loader(config, self.processing, "train")
             self.validator: Validator | None = None
@@ -73,7 +75,8 @@ class Trainer:
                 self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
             self.collector = Collector(config, self.loader, self.workers, rewards)
             self._loader_state = self.loader.state_dict()
-            self._resume()
+            if found is not None:
+                self._resume(*found)
             self.trackers = Trackers(config, self.root, resume_step=self.step)
             self._held = held.pop_all()
 
@@ -207,31 +210,40 @@ class Trainer:
             "settings": saved_settings(self.config),
         }
 
-    def _resume(self) -> None:
-        """Goes on from `load_checkpoint_path`, or from the run's own last checkpoint."""
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to go on from, by `load_checkpoint_path` or the run's own last one, and the trainer's state.
+
+        Raises:
+            CheckpointError: it is damaged, or this run cannot go on from it.
+        """
         trainer = self.config.trainer
         if trainer.load_checkpoint_path:
             folder: Path | None = self.checkpoints.resolve(trainer.load_checkpoint_path)
         else:
             folder = self.checkpoints.latest() if trainer.find_last_checkpoint else None
         if folder is None:
-            return
+            return None
         state = self.checkpoints.resume(folder)
-        try:
-            step, loader, kl = state["step"], state["loader"], state["kl"]
-        except KeyError as missing:
+        lacking = [name for name in ("step", "loader", "kl") if name not in state]
+        if lacking:
             raise CheckpointError(
-                f"{folder / 'trainer_state.json'} lacks {missing}: the checkpoint is damaged, or was not written by "
+                f"{folder / 'trainer_state.json'} lacks {', '.join(lacking)}: the checkpoint is damaged, or was not written by "
                 "`foveal train`. Give another one with trainer.load_checkpoint_path."
-            ) from missing
+            )
+        if self.has_critic:
+            check_critic(folder / "critic")
         change = check_settings(state.get("settings", {}), self.config, str(folder))
         if change:
             console.note(change)
-        self.workers.load(folder, step)
-        self.loader.load_state_dict(loader)
-        self.kl.load_state_dict(kl)
-        self._loader_state = loader
-        self.step = self.saved_step = step
+        return folder, state
+
+    def _resume(self, folder: Path, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.workers.load(folder, state["step"])
+        self.loader.load_state_dict(state["loader"])
+        self.kl.load_state_dict(state["kl"])
+        self._loader_state = state["loader"]
+        self.step = self.saved_step = state["step"]
         console.note(f"resuming from {folder}: going on after step {self.step} of {self.total_steps}")
 
     def _save_after(self, reason: str) -> None:

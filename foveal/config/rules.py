@@ -144,6 +144,8 @@ def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, .
         yield "loss_avg_mode=seq_sum_norm only", ("worker.actor.loss_sum_norm",)
     if not config.worker.reward.overlong_buffer:
         yield "worker.reward.overlong_buffer is 0", ("worker.reward.overlong_penalty",)
+    elif algorithm.adv_estimator == "gdpo" and not algorithm.reward_parts.keys() & {"overall", "overlong_penalty"}:
+        yield "gdpo sums reward_parts, of which overlong_penalty is none", ("worker.reward.overlong_",)
 
 
 def _is_set(config: Config, key: str) -> bool:

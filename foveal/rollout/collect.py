@@ -170,12 +170,15 @@ class Collector:
         return groups[:wanted], metrics
 
     def _punish_overlong(self, groups: Sequence[Group]) -> None:
-        """DAPO's soft overlong punishment on top of any reward function, also as a number of its own."""
+        """DAPO's soft overlong punishment on top of any reward function, also as a number of its own.
+
+        Greedy answers are scored like any other, so they are punished too; those without a score have none to lower.
+        """
         reward, limit = self.config.worker.reward, self.config.data.max_response_length
         if not reward.overlong_buffer:
             return
         for group in groups:
-            for response in group.trained:
+            for response in (r for r in group.responses if "overall" in r.rewards):
                 penalty = overlong_penalty(
                     len(response.token_ids), limit, reward.overlong_buffer, reward.overlong_penalty
                 )

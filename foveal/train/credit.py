@@ -17,6 +17,7 @@ from foveal.algorithm import (
     rewards_per_token,
 )
 from foveal.config import Config
+from foveal.errors import RewardError
 from foveal.types import Group, Metrics, Response, trained_responses
 
 
@@ -47,6 +48,9 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
 
     Returns:
         `actor/kl_penalty` and `actor/kl_coef` where the KL is taken from the reward, as EasyR1 names them.
+
+    Raises:
+        RewardError: the reward function doesn't give a part that the estimator needs.
     """
     pairs = list(trained_responses(list(groups)))
     if not pairs:
@@ -75,7 +79,7 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
         mask=mask,
         values=_column(responses, "values") if estimator.needs_values else None,
         baselines=_baselines(groups, [index for index, _ in pairs]),
-        parts={name: torch.tensor([r.rewards.get(name, np.nan) for r in responses]) for name in algorithm.reward_parts},
+        parts=_parts(responses, config),
     )
     result = estimator(batch, algorithm)
     for name, values in (
@@ -113,6 +117,25 @@ def _baselines(groups: Sequence[Group], group_of: Sequence[int]) -> torch.Tensor
         for g in groups
     ]
     return torch.tensor([scores[index] for index in group_of], dtype=torch.float32)
+
+
+def _parts(responses: Sequence[Response], config: Config) -> dict[str, torch.Tensor]:
+    """The numbers that `algorithm.reward_parts` names, each (R,), NaN where an answer has none.
+
+    Raises:
+        RewardError: the estimator needs them, and no answer of the step has one of them, though calls have succeeded.
+    """
+    names = config.algorithm.reward_parts
+    given = set[str]().union(*(r.rewards for r in responses))
+    absent = [name for name in names if name not in given]
+    # a call that fails may be scored, which gives `overall` alone
+    failed = config.worker.reward.on_error == "score" and given <= {"overall", "overlong_penalty"}
+    if absent and not failed and get_advantage(config.algorithm.adv_estimator).needs_parts:
+        raise RewardError(
+            f"algorithm.reward_parts: no answer of this step has {', '.join(absent)}; the answers have "
+            f"{', '.join(sorted(given))}. Name numbers that the reward function returns."
+        )
+    return {name: torch.tensor([r.rewards.get(name, np.nan) for r in responses]) for name in names}
 
 
 def _column(responses: Sequence[Response], name: str) -> torch.Tensor:

@@ -209,8 +209,9 @@ def check_checkpoint(folder: Path) -> None:
         CheckpointError: names what is missing or damaged.
     """
     read_state(folder)
-    for part in sorted(path.parent for path in folder.glob("*/foveal.json")) or [folder / "actor"]:
-        check_critic(part) if part.name == "critic" else check_actor(part)
+    check_actor(folder / "actor")
+    if (folder / "critic").is_dir():
+        check_critic(folder / "critic")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
