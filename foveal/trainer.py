@@ -123,6 +123,11 @@ class Trainer:
                 "trainer.total_epochs to go on, or give a new run another trainer.experiment_name."
             )
             return
+        if self.has_critic and trainer.critic_warmup >= self.total_steps:
+            console.warn(
+                f"trainer.critic_warmup={trainer.critic_warmup}: all {self.total_steps} steps train the critic alone, "
+                "the model stays as it is."
+            )
         if self.step == 0 and trainer.val_before_train:
             self.validate()
             self._write_record()
@@ -227,8 +232,8 @@ class Trainer:
         lacking = [name for name in ("step", "loader", "kl") if name not in state]
         if lacking:
             raise CheckpointError(
-                f"{folder / 'trainer_state.json'} lacks {', '.join(lacking)}: the checkpoint is damaged, or was not written by "
-                "`foveal train`. Give another one with trainer.load_checkpoint_path."
+                f"{folder / 'trainer_state.json'} lacks {', '.join(lacking)}: the checkpoint is damaged, or was not "
+                "written by `foveal train`. Give another one with trainer.load_checkpoint_path."
             )
         if self.has_critic:
             check_critic(folder / "critic")
@@ -282,7 +287,7 @@ class Trainer:
         if trained:
             scores = sorted({r.rewards["overall"] for r in trained})
             shown = ", ".join(f"{score:g}" for score in scores[:3]) + (", …" if len(scores) > 3 else "")
-            reason = f"no two answers to the same prompt were scored differently (scores: {shown})"
+            reason = f"no answer was scored better or worse than those it is compared with (scores: {shown})"
             cure = (
                 "If the score is always the same, the prompt's format and the reward function may disagree, or the "
                 "task is too easy or too hard; see generations.log, or raise worker.rollout.n"

@@ -80,6 +80,7 @@ def test_it_runs_and_learns_something(tmp_path: Path, name: str) -> None:
         assert "overlong_penalty" in steps[0]["reward"] and 0 < steps[0]["filter"]["kept_share"] <= 1
     if name == "the sampler's log-probabilities":
         assert "old" not in steps[0]["timing_s"] and abs(steps[0]["actor"]["ppo_kl"]) > 0
+        assert steps[0]["rollout"]["logprob_gap"]["max"] < 1e-4
     if name == "truncated importance sampling":
         assert steps[0]["actor"]["is_weight"] == pytest.approx(1.0, abs=1e-3)
 
@@ -114,6 +115,21 @@ def critic_tensors(step: Path) -> dict[str, torch.Tensor]:
     found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}  # type: ignore[union-attr]
     read_shards(step / "critic", found)
     return found
+
+
+def test_a_checkpoint_without_a_critic_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["train", *small_run(tmp_path, "qwen2_5_vl")]) == 0
+    monkeypatch.setattr("foveal.trainer.start_workers", None)
+    capsys.readouterr()
+    assert main(["train", *small_run(tmp_path, "qwen2_5_vl", *GAE, "trainer.max_steps=2")]) == 1
+    assert "foveal merge" in capsys.readouterr().err
+
+
+def test_a_warm_up_to_the_end_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *small_run(tmp_path, "qwen2_5_vl", *GAE)]) == 0
+    assert "trainer.critic_warmup=1: all 1 steps train the critic alone" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import nn
 from foveal.errors import CheckpointError
 from foveal.train.checkpoint import save_actor
 from foveal.train.retention import Checkpoints
+from foveal.train.state import save_state, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,21 @@ def test_latest_passes_over_a_damaged_checkpoint_and_names_it(
     (tmp_path / "global_step_2" / "actor" / "__0_0.distcp").unlink()
     assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_1"
     assert "global_step_2/actor: the checkpoint is damaged: __0_0.distcp is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_latest_passes_over_a_checkpoint_of_which_a_part_was_cut_short(
+    tmp_path: Path, write: Callable[[Path], None], part: str
+) -> None:
+    def write_both(folder: Path) -> None:
+        write(folder)
+        model = nn.Linear(4, 4)
+        write_manifest(folder / "critic", save_state(folder / "critic", model, None))
+
+    save_all(Checkpoints(tmp_path, -1), write_both, {1: None, 2: None})
+    assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_2"
+    (tmp_path / "global_step_2" / part / "foveal.json").unlink()
+    assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_1"
 
 
 def test_latest_of_a_folder_without_checkpoints_is_none(tmp_path: Path) -> None:

@@ -97,6 +97,13 @@ def test_a_lower_bound_that_the_correction_does_not_have_is_named() -> None:
     assert lines == ["no effect here: algorithm.correction_low (tis has no lower bound)"]
 
 
+def test_an_overlong_punishment_that_gdpo_does_not_sum_is_named() -> None:
+    argv = [*GDPO, "worker.reward.overlong_buffer=4"]
+    (line,) = no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1}"))
+    assert line.startswith("no effect here: worker.reward.overlong_buffer (gdpo")
+    assert no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1, overlong_penalty: 1}")) == []
+
+
 def test_ones_own_estimator_may_read_reward_parts() -> None:
     assert no_effect(load("algorithm.adv_estimator=mine.py:f", "algorithm.reward_parts={x: 1}")) == []
 

@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from foveal.cli import main
+from foveal.config import load_config
 from foveal.data.loader import PromptLoader
 from foveal.errors import ModelError
 from foveal.folder import RunFolder
 from foveal.quickstart.tiny import build_tiny
+from foveal.resume import check_settings, saved_settings
 from foveal.reward.contract import FunctionInfo
 from foveal.reward.pool import RewardProcess
 from foveal.train.checkpoint import load_trained
@@ -216,11 +218,12 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_going_on_with_another_model_or_other_rows_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = small_run(tmp_path)
     assert main(["train", *args]) == 0
     capsys.readouterr()
+    monkeypatch.setattr("foveal.trainer.start_workers", None)  # it is refused before a model is loaded
     other = write_rows(tmp_path / "data", name="other.jsonl")
     assert main(["train", *args, "trainer.max_steps=2", f"data.train_files={other}"]) == 1
     error = capsys.readouterr().err
@@ -240,8 +243,16 @@ def test_going_on_with_other_settings_says_which(tmp_path: Path, capsys: pytest.
     assert "trainer.max_steps" not in output.split("changed since the checkpoint")[1].splitlines()[0]
 
 
+def test_a_mapping_that_was_empty_is_told_too() -> None:
+    before = load_config(["worker.rollout.n=2"])
+    after = load_config(["worker.rollout.n=2", "algorithm.reward_parts={accuracy: 1}"])
+    told = check_settings(saved_settings(before), after, "somewhere")
+    assert told == "changed since the checkpoint: algorithm.reward_parts {} → {'accuracy': 1.0}"
+    assert check_settings({}, after, "somewhere") is None  # a checkpoint from before settings were saved
+
+
 @pytest.mark.parametrize(
-    ("score", "expected"), [("0.5", "scored differently (scores: 0.5)"), ("float('nan')", "every answer was left out")]
+    ("score", "expected"), [("0.5", "compared with (scores: 0.5)"), ("float('nan')", "every answer was left out")]
 )
 def test_a_step_that_teaches_nothing_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], score: str, expected: str
@@ -301,6 +312,16 @@ def test_eval_scores_a_folder_and_a_checkpoint_alike(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
     final = [r for r in read_log(run) if "val" in r][-1]
     assert final["val"]["reward_score"] == scores[0][0]["reward_score"]
+
+
+def test_a_state_without_a_step_is_enough_for_eval_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    (tmp_path / "run" / "global_step_1" / "trainer_state.json").write_text("{}")
+    assert main(["eval", str(tmp_path / "run" / "global_step_1"), *args]) == 0
+    capsys.readouterr()
+    assert main(["train", *args, "trainer.max_steps=2"]) == 1
+    assert "trainer_state.json lacks step, loader, kl: the checkpoint is damaged" in capsys.readouterr().err
 
 
 def test_eval_takes_a_checkpoint_under_another_name(tmp_path: Path) -> None:

@@ -95,19 +95,21 @@ def assign_credit(groups: Sequence[Group], config: Config, kl: KLController) -> 
 def logprob_gap(groups: Sequence[Group]) -> Metrics:
     """How far the engine's log-probabilities lie from the trainer's (`rollout/…`), over the answers that have both.
 
-    Answers whose old log-probabilities are the engine's own don't count.
+    The trainer's are `trainer_logprobs`, which the update leaves where the old ones are the engine's own, or else
+    `old_logprobs`. Answers of an earlier policy, whose old ones are the engine's too, don't count.
     """
-    responses = [
-        r
-        for _, r in trained_responses(list(groups))
-        if "old_logprobs" in r.columns and r.columns["old_logprobs"] is not r.logprobs
-    ]
+    responses, trainer = [], []
+    for _, response in trained_responses(list(groups)):
+        found = response.columns.get("trainer_logprobs", response.columns.get("old_logprobs"))
+        if found is not None and found is not response.logprobs:
+            responses.append(response)
+            trainer.append(found)
     if not responses:
         return {}
     lengths = torch.tensor([len(r.token_ids) for r in responses])
     sampled = torch.from_numpy(np.concatenate([r.logprobs for r in responses]))
     mask = torch.ones_like(sampled, dtype=torch.bool)
-    return gap_metrics(_column(responses, "old_logprobs"), sampled, lengths, mask)
+    return gap_metrics(torch.from_numpy(np.concatenate(trainer)), sampled, lengths, mask)
 
 
 def _baselines(groups: Sequence[Group], group_of: Sequence[int]) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Policy:
         self.packer = packer
         self.experience_packer = experience_packer
         self.reference = reference
+        self._untouched = True  # the weights are still those that the step began with
         self.optimizer = build_optimizer(scorer.model.parameters(), config.worker.actor.optim)
         self.loss = get_loss(config.worker.actor.loss_type)
 
@@ -67,8 +68,9 @@ class Policy:
             parameter_group["lr"] = rate
         self.scorer.train()
         sums: dict[str, float] = {}
-        for _ in range(actor.ppo_epochs):
+        for epoch in range(actor.ppo_epochs):
             for start in range(0, len(groups), actor.global_batch_size):
+                self._untouched = epoch == 0 and start == 0
                 stats = self._optimizer_step(groups[start : start + actor.global_batch_size], kl_coef)
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0.0) + value
@@ -112,6 +114,8 @@ class Policy:
         logprobs = scores.logprobs
         if any("old_logprobs" not in r.columns for r in pack.responses):
             pack.store("old_logprobs", logprobs)
+        elif self._untouched and algorithm.old_logprobs == "rollout":
+            pack.store("trainer_logprobs", logprobs)  # so that the gap to the engine's can be told
         old, lengths = pack.column("old_logprobs"), pack.lengths
         mask = torch.ones_like(logprobs, dtype=torch.bool)
 
