@@ -1,7 +1,7 @@
-"""Score of an answer to the quick start's task, such as "4 red": 0.9 × accuracy + 0.1 × format.
+"""Score of a short answer, such as "4 red" in the quick start or "teal" for easy-vqa: 0.9 × accuracy + 0.1 × format.
 
 accuracy  1 when the response is the ground truth, else 0
-format    1 when the response is a number, a blank and a word, else 0
+format    1 when the response has the form of `pattern` (a number, a blank and a word in the quick start), else 0
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 REWARD_NAME = "quickstart"
 REWARD_TYPE = "batch"
 
-FORMAT = re.compile(r"\d+ [a-z]+")
 
-
-def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
+def compute_score(
+    reward_inputs: list[dict[str, Any]], format_weight: float = 0.1, pattern: str = r"\d+ [a-z]+"
+) -> list[dict[str, float]]:
     scores = []
     for given in reward_inputs:
         response = given["response"].strip()
         accuracy = float(response == given["ground_truth"])
-        well_formed = float(FORMAT.fullmatch(response) is not None)
+        well_formed = float(re.fullmatch(pattern, response) is not None)
         scores.append(
             {
                 "overall": (1 - format_weight) * accuracy + format_weight * well_formed,

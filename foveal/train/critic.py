@@ -21,10 +21,11 @@ from foveal.models.families import read_config
 from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
 from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
-from foveal.train.optim import build_optimizer, learning_rate, take_step
+from foveal.train.optim import build_optimizer, learning_rate
 from foveal.train.packing import Pack
 from foveal.train.scoring import Packer, token_budget
 from foveal.train.state import load_state, save_state, write_manifest
+from foveal.train.step import optimizer_step
 from foveal.types import Group, Metrics
 
 
@@ -98,7 +99,8 @@ class Critic:
         sums: dict[str, float] = {}
         for _ in range(self.config.ppo_epochs):
             for start in range(0, len(groups), self.config.global_batch_size):
-                stats = self._optimizer_step(groups[start : start + self.config.global_batch_size])
+                batch = groups[start : start + self.config.global_batch_size]
+                stats = optimizer_step(self.optimizer, self.packer, batch, self._loss, self.config.max_grad_norm)
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.scorer.eval()
@@ -128,28 +130,6 @@ class Critic:
         """
         load_state(folder, check_critic(folder), self.scorer, self.optimizer)
 
-    def _optimizer_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Accumulates the gradient of the whole batch, micro-batch by micro-batch, then steps once.
-
-        The loss is normalised by the batch's own counts, never a micro-batch's, so cuts don't change the gradient.
-        """
-        trained = [r for g in groups for r in g.trained if len(r.token_ids)]
-        if not trained:
-            return {"empty_steps": 1.0}
-        total_tokens = sum(len(r.token_ids) for r in trained)
-        self.optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, torch.Tensor] = {}
-        for pack in self.packer.packs(groups):
-            loss, stats = self._loss(pack, total_tokens, len(trained))
-            loss.backward()
-            for name, value in {**stats, "vf_loss": loss.detach()}.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-        norm = take_step(self.optimizer, self.config.max_grad_norm)
-        if norm is None:
-            return {"not_finite_steps": 1.0}
-        result = {name: float(value) for name, value in sums.items()}
-        return result | {"tokens": float(total_tokens), "grad_norm": norm, "steps": 1.0}
-
     def _loss(
         self, pack: Pack, total_tokens: int, total_sequences: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -160,7 +140,8 @@ class Critic:
             values, pack.column("values"), pack.column("returns"), mask, self.config.cliprange_value
         )
         mode = self.config.loss_avg_mode
-        return aggregate(token_losses, pack.lengths, mask, mode, total_tokens, total_sequences), stats
+        loss = aggregate(token_losses, pack.lengths, mask, mode, total_tokens, total_sequences)
+        return loss, {**stats, "vf_loss": loss}
 
 
 def check_critic_model(config: Config, processing: Processing) -> None:

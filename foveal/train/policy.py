@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
-from foveal.train.optim import build_optimizer, learning_rate, take_step
+from foveal.train.optim import build_optimizer, learning_rate
 from foveal.train.packing import Pack
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
+from foveal.train.step import optimizer_step
 from foveal.types import Group, Metrics
 
 
@@ -66,41 +68,21 @@ class Policy:
         rate = learning_rate(step, total_steps, actor.optim)
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = rate
+        loss_of = partial(self._loss, kl_coef)
         self.scorer.train()
         sums: dict[str, float] = {}
         for epoch in range(actor.ppo_epochs):
             for start in range(0, len(groups), actor.global_batch_size):
                 self._untouched = epoch == 0 and start == 0
-                stats = self._optimizer_step(groups[start : start + actor.global_batch_size], kl_coef)
+                batch = groups[start : start + actor.global_batch_size]
+                stats = optimizer_step(self.optimizer, self.packer, batch, loss_of, actor.max_grad_norm)
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.scorer.eval()
         return self._means(sums, rate, kl_coef)
 
-    def _optimizer_step(self, groups: Sequence[Group], kl_coef: float) -> dict[str, float]:
-        """Accumulates the gradient of the whole batch, micro-batch by micro-batch, then steps once.
-
-        The loss is normalised by the batch's own counts, never a micro-batch's, so cuts don't change the gradient.
-        """
-        trained = [r for g in groups for r in g.trained if len(r.token_ids)]
-        if not trained:
-            return {"skipped": 1.0}
-        total_tokens = sum(len(r.token_ids) for r in trained)
-        self.optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, torch.Tensor] = {}
-        for pack in self.packer.packs(groups):
-            loss, stats = self._loss(pack, total_tokens, len(trained), kl_coef)
-            loss.backward()
-            for name, value in stats.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
-        norm = take_step(self.optimizer, self.config.worker.actor.max_grad_norm)
-        if norm is None:
-            return {"not_finite": 1.0}
-        result = {name: float(value) for name, value in sums.items()}
-        return result | {"tokens": float(total_tokens), "grad_norm": norm, "steps": 1.0}
-
     def _loss(
-        self, pack: Pack, total_tokens: int, total_sequences: int, kl_coef: float
+        self, kl_coef: float, pack: Pack, total_tokens: int, total_sequences: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
         actor, algorithm = self.config.worker.actor, self.config.algorithm
@@ -148,10 +130,9 @@ class Policy:
     def _means(self, sums: dict[str, float], rate: float, kl_coef: float) -> Metrics:
         steps, tokens = sums.pop("steps", 0.0), sums.pop("tokens", 0.0)
         metrics: Metrics = {"actor/lr": rate}
-        if "not_finite" in sums:
-            metrics["actor/not_finite_steps"] = sums.pop("not_finite")
-        if "skipped" in sums:
-            metrics["actor/empty_steps"] = sums.pop("skipped")
+        for name in ("not_finite_steps", "empty_steps"):
+            if name in sums:
+                metrics[f"actor/{name}"] = sums.pop(name)
         for name in ("grad_norm", "pg_loss", "kl_loss"):  # one number an optimizer step
             if name in sums and steps:
                 metrics[f"actor/{name}"] = sums.pop(name) / steps
