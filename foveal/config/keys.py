@@ -56,11 +56,6 @@ class Key:
         """Whether any text is meant as it stands, so that 0123 or 1e5 is not read as a number."""
         return all(member in (str, type(None)) or _is_text_choice(member) for member in _members(self.annotation))
 
-    @property
-    def is_mapping(self) -> bool:
-        """Whether the key holds a mapping of the user's own, which any further dotted parts belong to."""
-        return dict in (get_origin(member) for member in _members(self.annotation))
-
     def accepts(self, value: Any) -> bool:
         try:
             TypeAdapter(self.annotation, config=_FINITE).validate_python(value)

@@ -178,6 +178,11 @@ class AlgorithmConfig(Section):
         return not self.disable_kl
 
     @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL is added to the loss rather than taken from the reward."""
+        return not self.disable_kl and self.use_kl_loss
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether the KL is taken from the reward of each token rather than added to the loss."""
         return not self.disable_kl and not self.use_kl_loss

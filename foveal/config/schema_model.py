@@ -52,11 +52,6 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = Field(default=False, description="Leave the weights of the vision tower as they are.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
-    @property
-    def processing_path(self) -> str | None:
-        """Where tokenizer and processor come from."""
-        return self.tokenizer_path or self.model_path
-
 
 class OptimConfig(Section):
     """AdamW and its learning rate. Warm-up and schedule count trainer steps."""

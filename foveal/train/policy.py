@@ -86,8 +86,7 @@ class Policy:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
         actor, algorithm = self.config.worker.actor, self.config.algorithm
-        kl_in_loss = algorithm.use_kl_loss and not algorithm.disable_kl
-        exact_kl = kl_in_loss and algorithm.kl_penalty == "full"
+        exact_kl = algorithm.kl_in_loss and algorithm.kl_penalty == "full"
         scores = self.scorer(
             pack,
             with_entropy=True,
@@ -118,7 +117,7 @@ class Policy:
         sums = {**sums, "pg_loss": loss, "entropy": scores.entropy.sum()}
         if actor.entropy_coef:
             loss = loss - actor.entropy_coef * mean(scores.entropy)
-        if kl_in_loss:
+        if algorithm.kl_in_loss:
             token_kl = scores.kl
             if token_kl is None:
                 token_kl = kl_penalty(logprobs, pack.column("ref_logprobs"), algorithm.kl_penalty)
