@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.real_size import build_qwen2_5_vl, picture_rows
+from benchmarks.real_size import build_model, picture_rows
 from foveal.cli import main as foveal
 from foveal.models.loading import load_model
 from foveal.models.positions import prompt_positions
@@ -70,7 +70,7 @@ def kernel_agreement(root: Path, device: torch.device) -> dict[str, float]:
 
 def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
-    model = build_qwen2_5_vl(root / "model", "3B", layers=options.layers)
+    model = build_model(root / "model", "3B", layers=options.layers)
     rows = picture_rows(root / "rows", options.prompts * 2, width=options.pixels[0], height=options.pixels[1])
     built = time.perf_counter() - started
     (root / "reward.py").write_text(REWARD)

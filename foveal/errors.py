@@ -27,3 +27,7 @@ class ModelError(FovealError):
 
 class CheckpointError(FovealError):
     """A checkpoint is incomplete, damaged, or belongs to something else."""
+
+
+class EngineError(FovealError):
+    """The rollout engine cannot start, ran out of memory, or died."""

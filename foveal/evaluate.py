@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from foveal.cluster.group import start_workers
@@ -47,8 +47,15 @@ def evaluate(config: Config, model: str | None = None) -> int:
     loader = open_loader(config, processing, "val")
     step = read_state(checkpoint).get("step", 0) if checkpoint else 0
     timings: dict[str, float] = {}
-    with RewardRunner(config.worker.reward, "val") as rewards:
-        workers = start_workers(config, processing, train=False, checkpoint=checkpoint and checkpoint / "actor")
+    with RewardRunner(config.worker.reward, "val") as rewards, ExitStack() as held:
+        workers = start_workers(
+            config,
+            processing,
+            train=False,
+            checkpoint=checkpoint and checkpoint / "actor",
+            images=loader.most_images,
+        )
+        held.callback(workers.close)
         folder = config.trainer.checkpoint_dir / "eval" / re.sub(r"[^\w.-]+", "_", scored).strip("_")[-100:]
         with closing(Trackers(config, folder, resume_step=step)) as trackers:
             with timer(timings, "validation"):

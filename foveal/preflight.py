@@ -10,28 +10,31 @@ from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.data.processing import Processing, load_processing
 from foveal.errors import ConfigError
 from foveal.models.families import family_of, read_config
-from foveal.rollout.collect import validation_sampling
+from foveal.rollout.collect import training_sampling, validation_sampling
 from foveal.rollout.engine import choose_engine
 from foveal.rollout.transformers_engine import check_extra
-from foveal.track.console import note
-from foveal.types import Sampling
+from foveal.rollout.vllm_available import check_sampling, untested_version
+from foveal.track.console import note, warn
 
 
-def check_runnable(config: Config) -> None:
+def check_runnable(config: Config, *, scored: bool = True) -> None:
     """Refuses a configuration that cannot run, and says which of its keys have no effect.
+
+    Args:
+        scored: whether answers are; without, the keys of rewards and advantages don't matter.
 
     Raises:
         ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet; or the
-            user's own estimator or loss cannot be loaded.
+            engine cannot run here, or cannot sample so; or the user's own estimator or loss cannot be loaded.
     """
-    problems = missing(config) + unsupported(config)
+    problems = missing(config, scored=scored) + unsupported(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {line}" for line in problems))
-    choose_engine(config.worker.rollout.name, say=note)
-    _check_validation(validation_sampling(config))
-    if not config.trainer.val_only:
+    engine = choose_engine(config, say=note)
+    _check_sampling(config, engine)
+    if scored and not config.trainer.val_only:
         _check_algorithm(config)
-    for line in no_effect(config) + remarks(config):
+    for line in no_effect(config, engine) + remarks(config):
         note(line)
 
 
@@ -54,12 +57,20 @@ def open_processing(config: Config) -> Processing:
     )
 
 
-def _check_validation(sampling: Sampling) -> None:
-    check_extra(sampling)
-    if type(sampling.max_tokens) is not int or sampling.max_tokens < 1:
+def _check_sampling(config: Config, engine: str) -> None:
+    validation = validation_sampling(config)
+    if type(validation.max_tokens) is not int or validation.max_tokens < 1:
         raise ConfigError(
-            f"worker.rollout.val_override_config.max_tokens: {sampling.max_tokens!r} given; allowed: an integer ≥ 1"
+            f"worker.rollout.val_override_config.max_tokens: {validation.max_tokens!r} given; allowed: an integer ≥ 1"
         )
+    if engine == "transformers":
+        check_extra(validation)
+        return
+    untested = untested_version()
+    if untested is not None:
+        warn(untested)
+    for sampling in (validation, training_sampling(config)):
+        check_sampling(sampling)
 
 
 def _check_algorithm(config: Config) -> None:

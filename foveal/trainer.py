@@ -11,7 +11,7 @@ from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
-from foveal.errors import CheckpointError, DataError, RewardError
+from foveal.errors import CheckpointError, DataError, EngineError, RewardError
 from foveal.folder import RunFolder
 from foveal.preflight import check_runnable, open_processing
 from foveal.resume import check_settings, saved_settings
@@ -67,10 +67,13 @@ class Trainer:
             self.loader = open_loader(config, self.processing, "train")
             self.validator: Validator | None = None
             self.total_steps = self._count_steps()
+            images = self.loader.most_images
             if config.data.val_files:
                 val_loader = open_loader(config, self.processing, "val")
                 val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val"))
-            self.workers = start_workers(config, self.processing, train=True)
+                images = max(images, val_loader.most_images)
+            self.workers = start_workers(config, self.processing, train=True, images=images)
+            held.callback(self.workers.close)
             if config.data.val_files:
                 self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
             self.collector = Collector(config, self.loader, self.workers, rewards)
@@ -96,7 +99,8 @@ class Trainer:
             was learned is saved then).
 
         Raises:
-            FovealError: what ended the run. Where it was the data or the reward function, what was learned is saved.
+            FovealError: what ended the run. Where it was the data, the reward function or the engine, what was learned is
+                saved.
         """
         with self.signals:
             try:
@@ -105,12 +109,12 @@ class Trainer:
             except Stopped as stop:
                 self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
                 return 128 + stop.signum
-            except (DataError, RewardError) as error:  # raised between updates, so the weights are those of a step
+            except (DataError, EngineError, RewardError) as error:  # raised between updates, so the weights are those of a step
                 if self.saved_step != self.step:
                     try:
                         self._save_after(type(error).__name__)
-                    except CheckpointError as failure:
-                        console.warn(str(failure))
+                    except (CheckpointError, RuntimeError) as failure:  # with the engine the whole device may be gone
+                        console.warn(f"step {self.step} could not be saved: {failure}")
                 raise
             finally:
                 self.close()

@@ -62,6 +62,7 @@ def small_run(root: Path, family: Family = "qwen2_5_vl", *overrides: str) -> lis
         "worker.actor.global_batch_size=4",
         f"worker.actor.model.model_path={model}",
         "worker.actor.optim.lr=1.0e-3",
+        "worker.rollout.name=transformers",  # vLLM, where it is installed, would start for 20 seconds
         "worker.rollout.n=4",
         f"worker.reward.reward_function={reward}:score",
         "algorithm.use_kl_loss=true",

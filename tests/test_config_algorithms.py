@@ -89,23 +89,23 @@ def test_weights_of_reward_parts_may_be_given_one_by_one() -> None:
 )
 def test_keys_that_nothing_reads_are_named(argument: str, reason: str) -> None:
     key = argument.partition("=")[0]
-    assert no_effect(load(argument)) == [f"no effect here: {key} ({reason})"]
+    assert no_effect(load(argument), "transformers") == [f"no effect here: {key} ({reason})"]
 
 
 def test_a_lower_bound_that_the_correction_does_not_have_is_named() -> None:
-    lines = no_effect(load("algorithm.correction=tis", "algorithm.correction_low=0.1"))
+    lines = no_effect(load("algorithm.correction=tis", "algorithm.correction_low=0.1"), "transformers")
     assert lines == ["no effect here: algorithm.correction_low (tis has no lower bound)"]
 
 
 def test_an_overlong_punishment_that_gdpo_does_not_sum_is_named() -> None:
     argv = [*GDPO, "worker.reward.overlong_buffer=4"]
-    (line,) = no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1}"))
+    (line,) = no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1}"), "transformers")
     assert line.startswith("no effect here: worker.reward.overlong_buffer (gdpo")
-    assert no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1, overlong_penalty: 1}")) == []
+    assert no_effect(load(*argv, "algorithm.reward_parts={accuracy: 1, overlong_penalty: 1}"), "transformers") == []
 
 
 def test_ones_own_estimator_may_read_reward_parts() -> None:
-    assert no_effect(load("algorithm.adv_estimator=mine.py:f", "algorithm.reward_parts={x: 1}")) == []
+    assert no_effect(load("algorithm.adv_estimator=mine.py:f", "algorithm.reward_parts={x: 1}"), "transformers") == []
 
 
 @pytest.mark.parametrize("argument", ["worker.actor.global_batch_size=128", "worker.actor.ppo_epochs=2"])

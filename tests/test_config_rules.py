@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import pytest
 
 from foveal.config import Config, load_config
 from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.config.schema_data import GROUP_ESTIMATORS
 from foveal.errors import ConfigError
+
+Engine: TypeAlias = Literal["vllm", "transformers"]
 
 
 def load(*argv: str) -> Config:
@@ -58,7 +62,6 @@ def test_groups_of_one_are_fine_elsewhere(change: str) -> None:
             ["worker.rollout.val_override_config={temperature: -1}"],
             "val_override_config.temperature: -1 given",
         ),
-        (["worker.rollout.name=vllm", "worker.rollout.tensor_parallel_size=16"], "tensor_parallel_size: 16 is above"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(argv: list[str], said: str) -> None:
@@ -72,7 +75,7 @@ def test_values_that_contradict_each_other_are_refused(argv: list[str], said: st
         ["data.mini_rollout_batch_size=1024", "algorithm.online_filtering=true"],
         ["worker.rollout.temperature=0", "trainer.val_only=true"],
         ["worker.rollout.val_override_config={temperature: 0, min_p: 0.1}"],
-        ["worker.rollout.tensor_parallel_size=16"],
+        ["worker.rollout.tensor_parallel_size=16", "worker.rollout.name=vllm"],
         ["worker.actor.clip_ratio_low=0", "worker.actor.clip_ratio_high=4", "worker.actor.loss_type=cispo"],
     ],
 )
@@ -87,7 +90,6 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
         "worker.actor.optim.strategy=adamw_bf16",
         "worker.actor.model.lora.rank=8",
         "worker.actor.ulysses_size=2",
-        "worker.rollout.name=vllm",
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=2",
     ],
@@ -116,7 +118,8 @@ def test_missing_names_what_nobody_set() -> None:
 
 
 def test_defaults_are_no_reason_for_a_line() -> None:
-    assert no_effect(load("worker.actor.padding_free=true", "worker.rollout.enforce_eager=false")) == []
+    given = load("worker.actor.padding_free=true", "worker.rollout.enforce_eager=false")
+    assert no_effect(given, "transformers") == []
 
 
 def test_keys_without_effect_share_a_line_per_reason() -> None:
@@ -126,7 +129,8 @@ def test_keys_without_effect_share_a_line_per_reason() -> None:
             "worker.rollout.gpu_memory_utilization=0.5",
             "worker.actor.offload.offload_params=true",
             "worker.critic.optim.lr=1e-5",
-        )
+        ),
+        "transformers",
     )
     assert lines == [
         "no effect here: worker.critic.optim.lr (grpo has no critic)",
@@ -135,9 +139,19 @@ def test_keys_without_effect_share_a_line_per_reason() -> None:
     ]
 
 
-def test_tensor_parallel_above_the_devices_is_one_line() -> None:
+def test_keys_of_vllm_have_their_effect_on_vllm() -> None:
+    given = load("worker.rollout.enforce_eager=true", "worker.rollout.dtype=fp32", "worker.rollout.limit_images=2")
+    assert no_effect(given, "vllm") == []
+
+
+@pytest.mark.parametrize(("engine", "why"), [("transformers", "vLLM only; devices: 1"), ("vllm", "devices: 1")])
+def test_tensor_parallel_above_the_devices_is_one_line(engine: Engine, why: str) -> None:
     argv = ["worker.rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=1"]
-    assert no_effect(load(*argv)) == ["no effect here: worker.rollout.tensor_parallel_size=2 (vLLM only; devices: 1)"]
+    assert no_effect(load(*argv), engine) == [f"no effect here: worker.rollout.tensor_parallel_size=2 ({why})"]
+
+
+def test_the_default_of_tensor_parallel_is_no_reason_for_a_line() -> None:
+    assert no_effect(load("trainer.n_gpus_per_node=1"), "vllm") == []
 
 
 def test_a_cispo_run_with_a_lower_bound_is_told_its_bounds() -> None:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foveal.config import Config
+from foveal.data.feature_cache import FeatureCache
 from foveal.data.images import PictureError
-from foveal.data.loader import open_loader
+from foveal.data.loader import PromptLoader, open_loader
 from foveal.data.processing import Processing, load_processing
 from foveal.errors import DataError
 from foveal.quickstart.tiny import build_tiny
+from foveal.types import Prompt
 from tests.data_support import loader_of, noise, picture_rows, write_lines
 
 
@@ -36,6 +39,35 @@ def config_of(folder: Path, rows: list[Any], **data: Any) -> Config:
     for key, value in {"train_files": write_lines(folder / "rows.jsonl", rows), **options}.items():
         setattr(config.data, key, value)
     return config
+
+
+class Unprepared(PromptLoader):
+    """Builds every batch when it is asked for."""
+
+    def _prepare(self, rows: list[int], epoch: int) -> None:
+        pass
+
+
+def finish_background() -> None:
+    """Waits until what is being prepared is ready, which also shows that the threads end."""
+    for thread in threading.enumerate():
+        if thread.name == "foveal-ahead":
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+
+
+def built_ahead(loader: PromptLoader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The uids of what gets built in the background from now on."""
+    uids: list[str] = []
+    build = loader.builder.build
+
+    def watched(index: int, uid: str) -> Prompt:
+        if threading.current_thread().name == "foveal-ahead":
+            uids.append(uid)
+        return build(index, uid)
+
+    monkeypatch.setattr(loader.builder, "build", watched)
+    return uids
 
 
 def rows_of(prompts: list[Any]) -> list[int]:
@@ -200,3 +232,113 @@ def test_fewer_rows_than_a_batch_stops_at_the_start(processing: Processing, tmp_
     config = config_of(tmp_path, picture_rows(tmp_path, 3))
     with pytest.raises(DataError, match=r"3 usable rows, and a batch takes 4.*data\.rollout_batch_size"):
         open_loader(config, processing, "train")
+
+
+def test_the_following_batch_is_built_meanwhile(
+    processing: Processing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 10)), processing, "train")
+    ahead = built_ahead(loader, monkeypatch)
+    for following in ("train-0-4", "train-1-0", "train-1-4"):
+        loader.take(4)
+        finish_background()
+        assert following in ahead[-4:]
+    taken = [prompt.uid for prompt in loader.take(4)]
+    finish_background()
+    assert sorted(ahead[8:12]) == taken and len(ahead) == 16
+
+
+@pytest.mark.parametrize("hurried", [True, False])
+@pytest.mark.parametrize("counts", [[4], [3, 5, 1]])
+def test_preparing_changes_nothing_but_the_time(
+    processing: Processing, tmp_path: Path, counts: list[int], hurried: bool
+) -> None:
+    spec = write_lines(tmp_path / "rows.jsonl", picture_rows(tmp_path, 14))
+    for damaged in (2, 3, 11):
+        cut(tmp_path / f"{damaged}.jpg")
+    prepared = loader_of(processing, spec, image_dir=str(tmp_path), seed=5)
+    plain = Unprepared(prepared.builder, range(14), "train")
+    for step in range(12):  # of 11 good rows: four epochs
+        count = counts[step % len(counts)]
+        for ours, expected in zip(prepared.take(count), plain.take(count), strict=True):
+            assert (ours.uid, ours.expanded_ids, ours.media) == (expected.uid, expected.expanded_ids, expected.media)
+            assert ours.features is not None and expected.features is not None
+            assert ours.features["pixel_values"].equal(expected.features["pixel_values"])
+        if not hurried:
+            finish_background()
+        assert prepared.state_dict() == plain.state_dict()
+        assert prepared.skipped == plain.skipped
+    assert prepared.state_dict()["epoch"] >= 2
+
+
+def test_a_damaged_picture_is_told_when_its_batch_is_taken(
+    processing: Processing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 9)), processing, "train")
+    cut(tmp_path / "5.jpg")
+    loader.take(4)
+    finish_background()
+    assert "skipped" not in capsys.readouterr().out and not loader.skipped
+    assert rows_of(loader.take(4)) == [4, 6, 7, 8]
+    assert capsys.readouterr().out.count("skipped row 5") == 1
+
+
+def test_an_error_met_while_preparing_is_raised_by_the_take_it_belongs_to(
+    processing: Processing, tmp_path: Path
+) -> None:
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 9), on_bad_row="stop"), processing, "train")
+    cut(tmp_path / "5.jpg")
+    assert rows_of(loader.take(4)) == [0, 1, 2, 3]
+    finish_background()
+    before = loader.state_dict()
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"row 5, image 0 \(.*5\.jpg\): .*truncated.*data\.on_bad_row=skip"):
+            loader.take(4)
+        assert loader.state_dict() == before
+
+
+def test_a_loader_that_is_set_back_forgets_what_it_prepared(processing: Processing, text_rows: str) -> None:
+    loader = loader_of(processing, text_rows, shuffle=False)
+    start = loader.state_dict()
+    assert rows_of(loader.take(4)) == [0, 1, 2, 3]
+    loader.load_state_dict(start)
+    assert [rows_of(loader.take(4)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_validation_prepares_its_next_batch(
+    processing: Processing, text_rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = loader_of(processing, text_rows, "val", val_batch_size=4)
+    ahead = built_ahead(loader, monkeypatch)
+    counts = []
+    for _ in loader.batches():
+        finish_background()
+        counts.append(len(ahead))
+    assert counts == [4, 6, 6]
+    assert sorted(ahead) == [f"val-0-{row}" for row in range(4, 10)]
+
+
+def test_a_prepared_batch_takes_no_room_from_the_one_in_use(
+    processing: Processing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 8)), processing, "train")
+    features = processing.features(loader.builder.build(0, "x"))
+    cache = FeatureCache(5 * sum(value.nbytes for value in features.values()))
+    monkeypatch.setattr(processing, "_feature_cache", cache)
+    in_use = loader.take(4)
+    finish_background()
+    assert all(prompt.features for prompt in in_use)
+    assert cache.limit * 0.99 < cache.used <= cache.limit  # one of the prepared ones found room
+    in_use = loader.take(4)
+    assert rows_of(in_use) == [4, 5, 6, 7] and all(prompt.features for prompt in in_use)
+
+
+def test_the_most_images_of_a_prompt_are_known(processing: Processing, tmp_path: Path) -> None:
+    rows = long_rows(tmp_path)  # three pictures in a row that is too long
+    rows.append({"prompt": "<image><image>q", "answer": "", "images": ["0.jpg", "1.jpg"]})
+    config = config_of(tmp_path, rows, max_prompt_length=256)
+    assert open_loader(config, processing, "train").most_images == 2
+    config.data.max_prompt_length = 4096
+    assert open_loader(config, processing, "train").most_images == 3
+    config.data.val_files = write_lines(tmp_path / "val.jsonl", [{"prompt": "q", "answer": "a"}])
+    assert open_loader(config, processing, "val").most_images == 0

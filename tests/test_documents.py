@@ -52,6 +52,8 @@ def test_commands_are_ones_that_there_are(document: str, monkeypatch: pytest.Mon
                 load_config(arguments)
             case ["foveal", "eval", _, *arguments]:
                 load_config([*(a for a in arguments if a != "…"), "trainer.val_only=true"])
+            case ["foveal", "check", "--parity", *arguments]:
+                load_config([a for a in arguments if a != "…"])
             case ["python", "-m", module, *_]:
                 assert (ROOT / (module.replace(".", "/") + ".py")).exists()
             case ["python", script, *_]:

@@ -53,7 +53,7 @@ def test_the_qwen3_vl_4b_script_trains_and_merges(checkout: Path, dtype: str) ->
     rows = write_rows(checkout / "rows", count=16)
     overrides = f"""data.train_files={rows} data.val_files={rows} data.image_dir={rows.parent}
         trainer.n_gpus_per_node=1 trainer.max_steps=2 data.rollout_batch_size=8 worker.actor.global_batch_size=4
-        data.max_response_length=32 data.val_batch_size=8""".split()
+        data.max_response_length=32 data.val_batch_size=8 worker.rollout.name=transformers""".split()
     done = run(["bash", "examples/qwen3_vl_4b_geo3k_grpo.sh", *overrides], checkout, MODEL_PATH=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     experiment = checkout / "checkpoints" / "easy_r1" / "qwen3_vl_4b_geo_grpo"
@@ -96,7 +96,7 @@ def test_the_scripts_of_the_other_algorithms_run(checkout: Path, name: str) -> N
     overrides = f"""data.train_files={rows} data.val_files={rows} data.image_dir={rows.parent} data.min_pixels=784
         trainer.n_gpus_per_node=1 trainer.max_steps=1 data.rollout_batch_size=4 worker.actor.global_batch_size=4
         data.mini_rollout_batch_size=4 data.max_response_length=16 data.val_batch_size=8 trainer.val_before_train=false
-        trainer.val_freq=-1 worker.reward.reward_function=reward.py:score""".split()
+        trainer.val_freq=-1 worker.reward.reward_function=reward.py:score worker.rollout.name=transformers""".split()
     script = f"examples/qwen2_5_vl_7b_geo3k_{name}.sh"
     done = run(["bash", script, *overrides], checkout, MODEL_PATH=str(model))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from foveal.config import load_config
 from foveal.errors import ConfigError, ModelError
 from foveal.rollout import transformers_engine
 from foveal.rollout.engine import choose_engine
@@ -32,16 +35,39 @@ def answers(groups: list[Group]) -> dict[str, list[list[int]]]:
     return {group.prompt.uid: [r.token_ids.tolist() for r in group.responses] for group in groups}
 
 
-def test_auto_takes_transformers_and_says_why() -> None:
-    lines: list[str] = []
-    assert choose_engine("auto", lines.append) == "transformers"
-    assert len(lines) == 1 and "vLLM is not in this version" in lines[0]
+@pytest.fixture
+def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], tuple[str, list[str]]]:
+    """Chooses an engine on a CPU with this version of vLLM; returns it with what was said."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "head_dim": 64}')
+
+    def choose(name: str, version: str | None) -> tuple[str, list[str]]:
+        for module in ("engine", "vllm_available"):
+            monkeypatch.setattr(f"foveal.rollout.{module}.vllm_version", lambda: version)
+        lines: list[str] = []
+        keys = [f"worker.rollout.name={name}", f"worker.actor.model.model_path={tmp_path}", "worker.rollout.n=2"]
+        return choose_engine(load_config(keys), lines.append), lines
+
+    return choose
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_that_is_not_there_is_refused_with_the_cure(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"worker.rollout.name={name}.*transformers"):
-        choose_engine(name)
+def test_auto_takes_vllm_where_it_runs_and_says_so(choose: Any) -> None:
+    assert choose("auto", "0.32.0+cpu") == ("vllm", ["rollout engine: vLLM 0.32.0+cpu (worker.rollout.name=auto)"])
+
+
+def test_auto_takes_transformers_elsewhere_and_says_why(choose: Any) -> None:
+    engine, (line,) = choose("auto", None)
+    assert engine == "transformers" and "vLLM is not installed" in line
+
+
+def test_an_engine_that_was_named_is_taken_without_a_word(choose: Any) -> None:
+    assert choose("vllm", "0.32.0+cpu") == ("vllm", [])
+    assert choose("transformers", "0.32.0+cpu") == ("transformers", [])
+
+
+def test_vllm_where_it_cannot_run_is_refused_with_the_cure(choose: Any) -> None:
+    with pytest.raises(ConfigError, match=r"worker.rollout.name=vllm: .*pip install 'foveal\[vllm\]'.*transformers"):
+        choose("vllm", None)
 
 
 def test_an_unknown_sampling_parameter_is_refused_by_name(model: nn.Module) -> None:

@@ -36,9 +36,17 @@ class Workers(Protocol):
 
     def load(self, folder: Path, step: int) -> None: ...
 
+    def close(self) -> None: ...
 
-def start_workers(config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None) -> Workers:
-    """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process."""
+
+def start_workers(
+    config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None, images: int = 0
+) -> Workers:
+    """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process.
+
+    Args:
+        images: most pictures in a prompt.
+    """
     from foveal.cluster.worker import Worker
 
-    return Worker(config, processing, train=train, checkpoint=checkpoint)
+    return Worker(config, processing, train=train, checkpoint=checkpoint, images=images)

@@ -14,7 +14,8 @@ from foveal.data.processing import Processing
 from foveal.models.attention import install
 from foveal.models.flops import peak_flops, training_flops
 from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
-from foveal.rollout.engine import RolloutEngine
+from foveal.models.named_tensors import named_tensors
+from foveal.rollout.engine import RolloutEngine, choose_engine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.train.checkpoint import load_actor, load_trained, save_actor
 from foveal.train.critic import Critic, load_critic
@@ -33,13 +34,18 @@ class Worker:
         processing: the model's tokenizer and processor.
         train: with False only sampling works: no optimizer and no reference policy are built.
         checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
+        images: most pictures in a prompt.
     """
 
-    def __init__(self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None, images: int = 0
+    ) -> None:
         self.config = config
         self.processing = processing
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         actor = config.worker.actor
+        # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
+        vllm = self._start_vllm(images) if choose_engine(config) == "vllm" else None
         dtype = actor.fsdp.torch_dtype or "fp32"
         model: Any
         if checkpoint is None:
@@ -49,9 +55,10 @@ class Worker:
             install(model)
         if actor.model.freeze_vision_tower:
             freeze_vision_tower(model)
-        scorer = self._scorer(model)
+        self.scorer = scorer = self._scorer(model)
         model.eval()
         self.model = model
+        self.experience_packer = self._packer(actor.micro_batch_size_per_device_for_experience)
         self.policy: Policy | None = None
         self.reference: TokenScorer | None = None
         self.critic: Critic | None = None
@@ -62,7 +69,6 @@ class Worker:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
-            self.experience_packer = self._packer(actor.micro_batch_size_per_device_for_experience)
             self.policy = Policy(
                 config,
                 scorer,
@@ -73,7 +79,7 @@ class Worker:
             if get_advantage(config.algorithm.adv_estimator).needs_values:
                 self.critic = load_critic(config, processing, self.device)
         self.weight_version = 0
-        self.engine: RolloutEngine = TransformersEngine(
+        self.engine: RolloutEngine = vllm or TransformersEngine(
             model,
             processing.features,
             forbidden_ids=processing.forbidden_ids,
@@ -81,6 +87,16 @@ class Worker:
             pad_id=processing.pad_id,
             autocast_dtype=scorer.autocast,
         )
+        self._engine_awake = False
+
+    def _start_vllm(self, images: int) -> RolloutEngine:
+        from foveal.rollout.vllm_engine import VllmEngine
+
+        model_path = self.config.worker.actor.model.model_path
+        assert model_path is not None
+        engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
+        engine.sleep()
+        return engine
 
     def _load(self, dtype: str) -> Any:
         model = self.config.worker.actor.model
@@ -112,7 +128,11 @@ class Worker:
         )
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
-        """Yields groups as they finish, their responses decoded."""
+        """Yields groups as they finish, their responses decoded. The engine wakes up for it, with today's weights."""
+        if not self._engine_awake:
+            self.engine.wake()
+            self.engine.update_weights(named_tensors(self.model, dtype=self.engine.dtype), self.weight_version)
+            self._engine_awake = True
         skip = self.config.worker.reward.skip_special_tokens
         tokenizer = self.processing.tokenizer
         self.engine.submit(prompts, sampling, self.weight_version)
@@ -123,16 +143,19 @@ class Worker:
 
     def old_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `old_logprobs`: those of the policy before the update."""
+        self.rest_engine()
         self._trained.logprobs(groups)
 
     def ref_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `ref_logprobs`: those of the policy that the run started from."""
         assert self.reference is not None
+        self.rest_engine()
         write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
 
     def values(self, groups: Sequence[Group]) -> None:
         """Stores `values`: the critic's value of the state before each token."""
         assert self.critic is not None
+        self.rest_engine()
         self.critic.values(groups)
 
     def update_critic(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
@@ -142,9 +165,9 @@ class Worker:
 
     def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
         """One trainer step; the engine samples with the new weights from then on."""
+        self.rest_engine()
         metrics = self._trained.update(groups, step, total_steps, kl_coef)
         self.weight_version = step
-        self.engine.update_weights(iter(()), step)
         return metrics
 
     def utilisation(self, tokens: int, seconds: float) -> Metrics:
@@ -172,6 +195,17 @@ class Worker:
         if self.critic:
             self.critic.load(folder / "critic")
         self.weight_version = step
+        self.rest_engine()
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.engine.close()
+
+    def rest_engine(self) -> None:
+        """Before anything else uses the device or changes the weights, which the engine takes anew when it wakes up."""
+        if self._engine_awake:
+            self.engine.sleep()
+            self._engine_awake = False
 
     @property
     def _trained(self) -> Policy:

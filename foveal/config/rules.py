@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from foveal.config.keys import known_keys
 from foveal.config.schema import Config
@@ -27,13 +27,16 @@ def broken_rules(config: Config) -> list[BrokenRule]:
     return [broken for rule in rules for broken in rule(config)]
 
 
-def missing(config: Config) -> list[str]:
-    """A line for each key without a default that a run needs."""
-    needed = {
-        "worker.actor.model.model_path": "the folder of a Hugging Face model, or a hub id",
-        "worker.reward.reward_function": "FILE:function, as examples/reward_function/math.py:compute_score",
-        "data.val_files" if config.trainer.val_only else "data.train_files": "PATH_OR_HUB_ID@split",
-    }
+def missing(config: Config, *, scored: bool = True) -> list[str]:
+    """A line for each key without a default that a run needs.
+
+    Args:
+        scored: whether answers are.
+    """
+    needed = {"worker.actor.model.model_path": "the folder of a Hugging Face model, or a hub id"}
+    if scored:
+        needed["worker.reward.reward_function"] = "FILE:function, as examples/reward_function/math.py:compute_score"
+    needed["data.val_files" if config.trainer.val_only else "data.train_files"] = "PATH_OR_HUB_ID@split"
     return [f"{key} is not set: give {what}" for key, what in needed.items() if not config.value(key)]
 
 
@@ -60,8 +63,6 @@ def unsupported(config: Config) -> list[str]:
         if size > 1:
             key = f"{role}.ulysses_size"
             lines.append(f"{key}={size}: a sequence stays on one device in this version; set {key}=1")
-    if config.worker.rollout.name == "vllm":
-        lines.append("worker.rollout.name=vllm: not in this version yet; set worker.rollout.name=auto")
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
         if config.value(key) > 1:
             source = "" if key in config.given else " (the default)"
@@ -69,22 +70,24 @@ def unsupported(config: Config) -> list[str]:
     return lines
 
 
-def no_effect(config: Config) -> list[str]:
-    """A line for each reason why keys that were given, with a value of their own, change nothing in this version."""
+def no_effect(config: Config, engine: Literal["vllm", "transformers"]) -> list[str]:
+    """A line for each reason why keys that were given, with a value of their own, change nothing in this version.
+
+    Args:
+        engine: what `worker.rollout.name` came to.
+    """
     lines = []
     listed: set[str] = set()
-    for reason, prefixes in _no_effect_reasons(config):
+    for reason, prefixes in _no_effect_reasons(config, engine):
         keys = [key for key in known_keys() if key.startswith(prefixes) and key not in listed and _is_set(config, key)]
         listed.update(keys)
         if keys:
             lines.append(f"no effect here: {', '.join(keys)} ({reason})")
-    rollout = config.worker.rollout
-    if rollout.tensor_parallel_size > config.trainer.devices and rollout.name != "vllm":
-        key = "worker.rollout.tensor_parallel_size"
-        if key in config.given and key not in listed:
-            lines.append(
-                f"no effect here: {key}={rollout.tensor_parallel_size} (vLLM only; devices: {config.trainer.devices})"
-            )
+    key, devices = "worker.rollout.tensor_parallel_size", config.trainer.devices
+    size = config.value(key)
+    if size > devices and key in config.given and key not in listed:  # the default, 2, is EasyR1's: nobody's wish
+        reason = f"devices: {devices}" if engine == "vllm" else f"vLLM only; devices: {devices}"
+        lines.append(f"no effect here: {key}={size} ({reason})")
     return lines
 
 
@@ -105,15 +108,14 @@ def remarks(config: Config) -> list[str]:
     return []
 
 
-def _no_effect_reasons(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields (reason, beginnings of the keys that it concerns)."""
     rollout, sections = "worker.rollout.", ("worker.actor.", "worker.ref.", "worker.critic.")
     estimator = config.algorithm.adv_estimator
     if estimator in ADVANTAGE_ESTIMATORS and not config.algorithm.uses_critic:
         yield f"{estimator} has no critic", ("worker.critic.", "trainer.critic_warmup")
-    if config.worker.rollout.name != "vllm":
-        names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens "
-        names += "disable_log_stats dtype"
+    if engine != "vllm":
+        names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens dtype"
         yield "vLLM only", tuple(rollout + name for name in names.split())
     names = "fsdp.enable_ fsdp.use_orig_params fsdp.fsdp_size fsdp.mp_reduce_dtype fsdp.mp_buffer_dtype offload."
     yield (
@@ -128,6 +130,7 @@ def _no_effect_reasons(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "the reference computes as the actor does", ("worker.ref.fsdp.mp_param_dtype",)
     yield "nothing is compiled in this version", ("worker.actor.use_torch_compile",)
     yield "it meant vLLM's former engine", (rollout + "enable_chunked_prefill",)
+    yield "vLLM's own statistics are never printed", (rollout + "disable_log_stats",)
     yield "no Ray in this version", ("trainer.ray_timeline",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
 
@@ -286,12 +289,6 @@ def _engine_limits(config: Config) -> Iterator[BrokenRule]:
             ("worker.rollout.max_model_len", "data.max_prompt_length", "data.max_response_length"),
             f"worker.rollout.max_model_len: {rollout.max_model_len} is below data.max_prompt_length + "
             f"data.max_response_length ({longest}); set it to {longest} or more, or to null",
-        )
-    if rollout.name == "vllm" and rollout.tensor_parallel_size > config.trainer.devices:
-        yield BrokenRule(
-            ("worker.rollout.tensor_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes", "worker.rollout.name"),
-            f"worker.rollout.tensor_parallel_size: {rollout.tensor_parallel_size} is above the number of devices "
-            f"(trainer.nnodes × trainer.n_gpus_per_node = {config.trainer.devices}); lower it to that at most",
         )
 
 

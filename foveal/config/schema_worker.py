@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
     name: Literal["auto", "vllm", "transformers"] = Field(
         default="auto",
-        description="Engine: vLLM, the trainer's own module through transformers, or whichever is there.",
+        description="Engine: vLLM, or the trainer's own module through transformers. `auto` takes vLLM where it runs.",
     )
     n: Positive = Field(default=1, description="Answers per prompt.")
     temperature: Float = Field(
@@ -104,12 +104,16 @@ class RolloutConfig(Section):
         default=0,
         description="Most images per prompt that vLLM is set up for; 0 means any.",
     )
-    dtype: Dtype = Field(default="bf16", description="Type of the engine's weights and activations.")
+    dtype: Dtype = Field(
+        default="bf16",
+        description="Type of vLLM's weights and activations; on a CPU fp32 where nothing sets it.",
+    )
     gpu_memory_utilization: Float = Field(
         default=0.6,
         gt=0,
         le=1,
-        description="Part of a device's memory that vLLM may take.",
+        description="Part of a GPU's memory that vLLM may take. On a CPU the environment variable "
+        "`VLLM_CPU_KVCACHE_SPACE` says how many GiB it takes for keys and values.",
     )
     ignore_eos: bool = Field(default=False, description="Go on to `data.max_response_length` whatever is sampled.")
     enforce_eager: bool = Field(
@@ -117,12 +121,14 @@ class RolloutConfig(Section):
         description="Run vLLM without CUDA graphs: quicker start, slower sampling.",
     )
     enable_chunked_prefill: bool = Field(default=False, description="No effect: it meant vLLM's former engine.")
-    tensor_parallel_size: Positive = Field(default=2, description="Devices that one vLLM engine is spread over.")
+    tensor_parallel_size: Positive = Field(
+        default=2, description="Devices that one vLLM engine is spread over; at most those there are."
+    )
     max_model_len: Positive | None = Field(
         default=None, description="Longest sequence of the engine; null means prompt limit + response limit."
     )
     max_num_batched_tokens: Positive = Field(default=8192, description="Tokens that vLLM handles in one pass.")
-    disable_log_stats: bool = Field(default=True, description="Silence vLLM's own statistics.")
+    disable_log_stats: bool = Field(default=True, description="No effect: vLLM's own statistics are never printed.")
     disable_tqdm: bool = Field(default=False, description="Show no progress bar while answers are sampled.")
     val_override_config: dict[str, Any] = Field(
         default_factory=dict,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 from foveal.types import Prompt
@@ -22,23 +23,31 @@ class FeatureCache:
     def __init__(self, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit
         self.used = 0
-        self._prompts: dict[int, tuple[weakref.ref[Prompt], int]] = {}
+        self._prompts: OrderedDict[int, tuple[weakref.ref[Prompt], int]] = OrderedDict()
         # Re-entrant: the garbage collector may forget a prompt while this thread holds the lock.
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FeatureCache, (self.limit,)
 
-    def keep(self, prompt: Prompt) -> None:
-        """Counts the prompt's features as just used, and drops others where the limit asks for it."""
+    def keep(self, prompt: Prompt, *, used: bool = True) -> None:
+        """Counts the prompt's features as just used, and drops others where the limit asks for it.
+
+        Args:
+            used: False for a prompt that waits for its turn: it counts as used longest ago, so that it never displaces
+                one in use, but is itself dropped where there is no room.
+        """
         key = id(prompt)
         size = sum(value.numel() * value.element_size() for value in (prompt.features or {}).values())
         with self._lock:
             self._forget(key)
             self._prompts[key] = weakref.ref(prompt, lambda _: self._forget(key)), size
             self.used += size
-            for oldest in list(self._prompts)[:-1]:
-                if self.used <= self.limit:
+            if not used:
+                self._prompts.move_to_end(key, last=False)
+            while self.used > self.limit:
+                oldest = next(iter(self._prompts))
+                if used and oldest == key:
                     break
                 self._drop(oldest)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from foveal.data.ahead import start_ahead
 from foveal.data.images import PictureError
 from foveal.data.prompts import PromptBuilder
 from foveal.data.source import load_rows
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 
 THREADS = min(16, os.cpu_count() or 1)
+AHEAD_THREADS = min(4, THREADS)
+"""Few, because they share the interpreter with the thread that drives the device; a step leaves them time enough."""
 
 
 class PromptLoader:
@@ -31,18 +35,29 @@ class PromptLoader:
     A row whose picture turns out to be damaged when it is decoded is reported once with its reason and left out from
     then on (or ends the run, with `data.on_bad_row: stop`); the next row takes its place.
 
+    While a batch is in use, the one that will probably follow is built in the background. Only building happens there:
+    which rows are taken or skipped is decided, and errors are raised, when the batch is asked for.
+
+    Args:
+        usable: numbers of the rows to take from.
+        most_images: how many pictures a prompt of these rows has at most.
+
     Attributes:
         skipped: reason by row number, of the rows left out since the loader was opened.
     """
 
-    def __init__(self, builder: PromptBuilder, usable: Sequence[int], split: Literal["train", "val"]) -> None:
+    def __init__(
+        self, builder: PromptBuilder, usable: Sequence[int], split: Literal["train", "val"], *, most_images: int = 0
+    ) -> None:
         self.builder = builder
         self.split = split
+        self.most_images = most_images
         self.skipped: dict[int, str] = {}
         self._usable = list(usable)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
+        self._ahead: dict[tuple[int, int], Future[Prompt]] = {}  # by row and epoch
 
     def __len__(self) -> int:
         """Usable rows; fewer once damaged ones have been met."""
@@ -63,6 +78,7 @@ class PromptLoader:
             if len(self._order) - self._position >= count:
                 prompts, self._position = self._fill(self._order, self._position, count, self._epoch)
                 if len(prompts) == count:
+                    self._prepare(*self._expected(count))
                     return prompts
             self._epoch += 1
             self._position = 0
@@ -76,6 +92,7 @@ class PromptLoader:
         while position < len(self._usable):
             prompts, position = self._fill(self._usable, position, limit, 0)
             if prompts:
+                self._prepare(self._unskipped(self._usable, position, limit), 0)
                 yield prompts
         self.require(1)
 
@@ -118,7 +135,7 @@ class PromptLoader:
         if row in self.skipped:
             return None
         try:
-            return self.builder.build(row, f"{self.split}-{epoch}-{row}")
+            return self._take_or_build(row, epoch)
         except PictureError as error:
             if self.builder.data.on_bad_row == "stop":
                 raise DataError(
@@ -127,6 +144,34 @@ class PromptLoader:
             self.skipped[row] = str(error)
             note(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})")
             return None
+
+    def _take_or_build(self, row: int, epoch: int) -> Prompt:
+        ahead = self._ahead.pop((row, epoch), None)
+        if ahead is None or ahead.cancel():  # cancelled: it was still waiting for one of the few threads
+            return self._build((row, epoch))
+        prompt = ahead.result()
+        self.builder.processing.features(prompt)  # made again if they had no room while it waited
+        return prompt
+
+    def _build(self, key: tuple[int, int]) -> Prompt:
+        row, epoch = key
+        return self.builder.build(row, f"{self.split}-{epoch}-{row}")
+
+    def _prepare(self, rows: list[int], epoch: int) -> None:
+        """Starts building the prompts of these rows, instead of whatever else was prepared."""
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead = start_ahead(self._build, [(row, epoch) for row in rows], AHEAD_THREADS)
+
+    def _expected(self, count: int) -> tuple[list[int], int]:
+        """The rows, and their epoch, that the next `take` returns unless it meets a damaged picture."""
+        rows = self._unskipped(self._order, self._position, count)
+        if len(rows) == count:
+            return rows, self._epoch
+        return self._unskipped(self._order_of(self._epoch + 1), 0, count), self._epoch + 1
+
+    def _unskipped(self, order: list[int], position: int, count: int) -> list[int]:
+        return list(islice((row for row in islice(order, position, None) if row not in self.skipped), count))
 
     def _order_of(self, epoch: int) -> list[int]:
         if not self.builder.data.shuffle or self.split == "val":
@@ -167,7 +212,7 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     found = survey(builder, split)
     for line in report(found, data, rows.source, len(rows), split):
         note(line)
-    loader = PromptLoader(builder, found.usable, split)
+    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
     return loader

@@ -153,6 +153,11 @@ class Processing:
             self._feature_cache.keep(prompt)
         return features
 
+    def hold(self, prompt: Prompt) -> None:
+        """Counts the features of a prompt that nobody uses yet: where memory is short, they go before those in use."""
+        if prompt.features:
+            self._feature_cache.keep(prompt, used=False)
+
     def pictures(self, media: Sequence[Media]) -> list[Image]:
         """The media decoded as the processor gets them (upright RGB); an engine must be given the same."""
         return [decode_image(medium.data, medium.name, self._model_size()) for medium in media]

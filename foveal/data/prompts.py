@@ -115,6 +115,7 @@ class PromptBuilder:
             features=features,
         )
         check_prompt(prompt, self.processing)
+        self.processing.hold(prompt)
         return prompt
 
     def _messages(self, row: dict[str, Any], place: str) -> list[dict[str, str]]:
@@ -178,12 +179,12 @@ class PromptBuilder:
 
 
 def check_prompt(prompt: Prompt, processing: Processing) -> None:
-    """Proves that placeholders, media and visual features of a prompt fit each other, per modality.
+    """Proves that placeholders, media and visual features of a prompt (which has them) fit each other, per modality.
 
     Raises:
         DataError: names the row and the numbers that differ.
     """
-    features = processing.features(prompt)
+    features = prompt.features or {}
     for kind, token_id in (("image", processing.image_token_id), ("video", processing.video_token_id)):
         media = sum(medium.kind == kind for medium in prompt.media)
         grid = features.get(f"{kind}_grid_thw")
@@ -209,7 +210,7 @@ def check_prompt(prompt: Prompt, processing: Processing) -> None:
 
 def _expand(prompt: Prompt, processing: Processing) -> list[int]:
     """The unexpanded ids with each image placeholder repeated once per visual token."""
-    grid = processing.features(prompt).get("image_grid_thw")
+    grid = (prompt.features or {}).get("image_grid_thw")
     counts = iter([int(count) // processing.merge_length for count in grid.prod(-1)] if grid is not None else [])
     expanded: list[int] = []
     for token in prompt.token_ids:

@@ -25,12 +25,14 @@ class Survey:
     Attributes:
         usable: numbers of the rows that can be used, in order.
         with_images: how many of them have a picture.
+        most_images: the most pictures that one of them has.
         too_long: (row, tokens, images) of those longer than `data.max_prompt_length`.
         unreadable: the reason for each row with a missing or unreadable picture.
     """
 
     usable: list[int] = field(default_factory=list)
     with_images: int = 0
+    most_images: int = 0
     too_long: list[tuple[int, int, int]] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
@@ -67,6 +69,7 @@ def survey(builder: PromptBuilder, split: str) -> Survey:
                 else:
                     found.usable.append(draft.row_index)
                     found.with_images += bool(own)
+                    found.most_images = max(found.most_images, len(own))
             advance(len(numbers))
     _stop_if_refused(found, data, rows.source, total)
     return found

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
 
 import torch
 
+from foveal.config import Config
 from foveal.errors import ConfigError
+from foveal.rollout.vllm_available import vllm_obstacle, vllm_version
 from foveal.types import Group, Prompt, Sampling
 
 
@@ -25,6 +28,9 @@ class RolloutEngine(ABC):
     - `Response.text` stays empty and `Response.rewards` too: decoding and scoring are not the engine's.
     - The same (seed, uid, number of the answer) under the same weights gives the same answer, up to rounding.
     """
+
+    dtype: torch.dtype | None = None
+    """The type that it keeps weights in; None: it has none of its own."""
 
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
@@ -70,6 +76,9 @@ class RolloutEngine(ABC):
     def wake(self) -> None:
         """Takes the memory again after `sleep`. Weights must be updated before the next `submit`."""
 
+    def close(self) -> None:  # noqa: B027 (not every engine holds something)
+        """Ends the engine."""
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Group]:
         """Submits prompts of distinct uids and returns their groups in order. Nothing else may be open."""
         self.submit(prompts, sampling, weight_version)
@@ -77,24 +86,33 @@ class RolloutEngine(ABC):
         return [groups[prompt.uid] for prompt in prompts]
 
 
-def choose_engine(name: str, say: Callable[[str], None] = print) -> str:
-    """Resolves `worker.rollout.name` to the name of an engine, always "transformers" in this version.
+def choose_engine(config: Config, say: Callable[[str], None] | None = None) -> Literal["vllm", "transformers"]:
+    """Resolves `worker.rollout.name`. Cheap, and the same whenever it is asked on a machine.
 
     Args:
-        name: "auto", "vllm" or "transformers".
         say: gets the one line that tells what "auto" chose, and why.
 
     Raises:
-        ConfigError: an engine that this version does not have.
+        ConfigError: vLLM was asked for and cannot run here.
+        ModelError: there is no config.json to look at.
     """
+    name = config.worker.rollout.name
     if name == "transformers":
         return name
-    if name == "auto":
-        say("rollout engine: transformers (worker.rollout.name=auto; vLLM is not in this version)")
-        return "transformers"
+    model_path = config.worker.actor.model.model_path
+    assert model_path is not None
+    obstacle = vllm_obstacle(model_path)
     if name == "vllm":
-        raise ConfigError(
-            "worker.rollout.name=vllm: this version has no vLLM engine. "
-            "Set worker.rollout.name=transformers, or auto, which takes the best engine there is."
+        if obstacle is not None:
+            raise ConfigError(
+                f"worker.rollout.name=vllm: {obstacle}. Or set worker.rollout.name=transformers, or auto, which takes "
+                "vLLM where it can run."
+            )
+        return name
+    if say is not None:
+        say(
+            f"rollout engine: vLLM {vllm_version()} (worker.rollout.name=auto)"
+            if obstacle is None
+            else f"rollout engine: transformers (worker.rollout.name=auto; {obstacle})"
         )
-    raise ConfigError(f"worker.rollout.name={name}: there is no such engine. Allowed: auto, vllm, transformers.")
+    return "vllm" if obstacle is None else "transformers"

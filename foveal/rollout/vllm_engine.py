@@ -1,0 +1,304 @@
+"""Sampling with vLLM, in the trainer's own process and on its device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from foveal.config import Config
+from foveal.data.processing import Processing
+from foveal.errors import EngineError
+from foveal.rollout.engine import RolloutEngine
+from foveal.rollout.vllm_failures import explain_failure
+from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
+from foveal.rollout.vllm_scheduler import with_bursts
+from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment
+from foveal.rollout.watchdog import Watchdog
+from foveal.types import Group, Prompt, Response, Sampling
+
+STEP_LIMIT = 600.0
+"""Seconds that the engine may go without finishing a step."""
+IDLE_LIMIT = 1000
+"""Steps in a row that schedule nothing while answers are open: then none ever will."""
+
+
+@dataclass
+class _Answer:
+    tokens: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    finish_reason: Any = None
+
+    def response(self, weight_version: int) -> Response:
+        tokens = np.concatenate(self.tokens) if self.tokens else np.zeros(0, np.int64)
+        logprobs = np.concatenate(self.logprobs) if self.logprobs else np.zeros(0, np.float32)
+        return Response(tokens, logprobs, self.finish_reason, weight_spans=[(0, weight_version)])
+
+
+@dataclass(eq=False)
+class _Job:
+    prompt: Prompt
+    weight_version: int
+    answers: dict[str, _Answer]
+    unfinished: int
+
+    def group(self) -> Group:
+        return Group(self.prompt, [answer.response(self.weight_version) for answer in self.answers.values()])
+
+
+class VllmEngine(RolloutEngine):
+    """Drives vLLM's engine core step by step.
+
+    What vLLM puts around its core (request processing, output objects, detokenizing) is left out: prompts come
+    processed from the trainer, and tokens go into arrays. The core starts with arbitrary weights; `update_weights` must
+    come before the first `submit`.
+
+    Args:
+        model_path: a Hugging Face folder or hub id; only its configuration is read.
+        images: most pictures in a prompt.
+
+    Raises:
+        EngineError: vLLM cannot start, with what to change.
+    """
+
+    def __init__(
+        self, config: Config, processing: Processing, *, model_path: str, device: torch.device, images: int
+    ) -> None:
+        self.config = config
+        prepare_environment(device.type)
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        try:
+            vllm_config = create_config(engine_arguments(config, processing, model_path, device.type, images))
+            scheduler = vllm_config.scheduler_config
+            scheduler.scheduler_cls = with_bursts(scheduler.get_scheduler_cls())
+            self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        except Exception as error:  # vLLM raises what it comes across
+            raise EngineError(explain_failure(error, config, starting=True)) from error
+        self.on_cpu = device.type == "cpu"
+        self.dtype = vllm_config.model_config.dtype
+        # The newer runner draws from each answer's seed in its kernel. The older one would keep a generator for each
+        # and draw from one after the other; there a seed for each submission must do.
+        self.seeded = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        self.random = None if self.seeded else RandomNumbers(device)
+        self.requests = RequestBuilder(
+            vllm_config,
+            processing.features,
+            image_token_id=processing.image_token_id,
+            forbidden_ids=processing.forbidden_ids,
+            eos_ids=processing.eos_ids,
+            seeded=self.seeded,
+        )
+        self.watchdog = Watchdog("the vLLM engine", STEP_LIMIT)
+        self._open: dict[str, _Job] = {}  # by the name of the request
+        self._finished: list[_Job] = []
+        self._submitted = 0
+        self._asleep: set[str] = set()
+        self._version: int | None = None
+        self._died: str | None = None
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
+        """As `RolloutEngine.submit`.
+
+        Raises:
+            EngineError: the engine died or sleeps, or a prompt leaves no room for an answer.
+        """
+        self._check_ready()
+        if self.random and prompts:
+            self.random.seed(answer_seed(sampling.seed, prompts[0].uid, len(prompts)))
+        media = self.requests.media(prompts)
+        for prompt, own_media in zip(prompts, media, strict=True):
+            if len(prompt.expanded_ids) >= self.requests.max_model_len:
+                raise EngineError(
+                    f"{prompt.uid}: {len(prompt.expanded_ids)} tokens, but the engine takes sequences of "
+                    f"{self.requests.max_model_len}; raise worker.rollout.max_model_len or data.max_prompt_length."
+                )
+            # The number keeps names apart: a prompt may be submitted twice, as for greedy baselines.
+            names = [f"{prompt.uid}/{self._submitted}/{answer}" for answer in range(sampling.n)]
+            self._submitted += 1
+            job = _Job(prompt, weight_version, {name: _Answer() for name in names}, len(names))
+            for request in self.requests.build(prompt, sampling, names, own_media):
+                self.core.add_request(*self.core.preprocess_add_request(request))
+            self._open.update(dict.fromkeys(names, job))
+
+    def collect(self) -> Iterator[Group]:
+        """As `RolloutEngine.collect`.
+
+        Raises:
+            EngineError: the engine died, or makes no progress.
+        """
+        while self._open or self._finished:
+            if not self._finished:
+                with self.watchdog.watch(), _no_garbage_collection(), self.random or nullcontext():
+                    self._advance()
+            while self._finished:
+                yield self._finished.pop(0).group()
+
+    def abort(self, uids: Collection[str]) -> None:
+        names = [name for name, job in self._open.items() if job.prompt.uid in uids]
+        self.core.abort_requests(names)
+        self._take_pieces()
+        for name in names:
+            if name in self._open:
+                self._finish(name, "abort")
+
+    def _advance(self) -> None:
+        """Steps until at least one group is finished."""
+        idle = 0
+        while not self._finished:
+            try:
+                outputs, executed = self.core.step_fn()
+                self.core.post_step(model_executed=executed)
+            except Exception as error:
+                self._died = explain_failure(error, self.config)
+                raise EngineError(self._died) from error
+            self.watchdog.beat()
+            progress = self._take_pieces() or executed
+            for output in outputs[0].outputs if outputs else ():
+                progress = True
+                self._take(output)
+            idle = 0 if progress else idle + 1
+            if idle > IDLE_LIMIT:
+                open_prompts = sorted({job.prompt.uid for job in self._open.values()})
+                raise EngineError(
+                    f"vLLM schedules nothing although {len(self._open)} answers are open (prompts "
+                    f"{', '.join(open_prompts[:3])}, …): they may need more memory than the engine has. "
+                    "Raise worker.rollout.gpu_memory_utilization, or lower data.max_prompt_length."
+                )
+
+    def _take(self, output: Any) -> None:
+        """What vLLM's own scheduler says of one request after one step."""
+        job = self._open.get(output.request_id)
+        if job is None:
+            return
+        if output.new_token_ids:
+            answer = job.answers[output.request_id]
+            answer.tokens.append(np.asarray(output.new_token_ids, dtype=np.int64))
+            answer.logprobs.append(output.new_logprobs.logprobs[:, 0].astype(np.float32))
+        if output.finish_reason is not None:
+            self._finish(output.request_id, str(output.finish_reason))
+
+    def _take_pieces(self) -> bool:
+        """What bursts wrote since the last call; whether there was anything, or a burst is at work."""
+        scheduler = self.core.scheduler
+        for piece in scheduler.take_pieces():
+            job = self._open.get(piece.request_id)
+            if job is None:
+                continue
+            job.answers[piece.request_id].tokens.append(piece.token_ids)
+            job.answers[piece.request_id].logprobs.append(piece.logprobs)
+            if piece.finish_reason is not None:
+                self._finish(piece.request_id, piece.finish_reason)
+        return scheduler.burst is not None
+
+    def _finish(self, name: str, reason: str) -> None:
+        job = self._open.pop(name)
+        job.answers[name].finish_reason = reason
+        job.unfinished -= 1
+        if not job.unfinished:
+            self._finished.append(job)
+
+    # -- weights and memory -------------------------------------------------------------------------------------
+
+    def update_weights(self, buckets: Iterator[list[tuple[str, torch.Tensor]]], version: int) -> None:
+        """As `RolloutEngine.update_weights`; forgets everything that the former weights computed.
+
+        Raises:
+            EngineError: the engine died, answers are open, or the tensors are not those of the model.
+        """
+        if self._died:
+            raise EngineError(self._died)
+        if self._open:
+            raise EngineError(f"weights cannot change while {len(self._open)} answers are open")
+        try:
+            weights = chain.from_iterable(buckets)
+            self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if "kv_cache" in self._asleep:
+                self.core.wake_up(["kv_cache"])
+        except Exception as error:
+            self._died = explain_failure(error, self.config)
+            raise EngineError(self._died) from error
+        self._asleep.clear()
+        self.core.reset_prefix_cache()
+        self.core.reset_mm_cache()
+        self.core.reset_encoder_cache()
+        self._version = version
+
+    def sleep(self) -> None:
+        """Drops weights and cache from the device. Without a device to share (CPU) there is nothing to do.
+
+        Raises:
+            EngineError: answers are open.
+        """
+        if self._open:
+            raise EngineError(f"the engine cannot sleep while {len(self._open)} answers are open")
+        if self.on_cpu or self._asleep or self._died:
+            return
+        self.core.sleep(2, "abort")
+        self._asleep = {"weights", "kv_cache"}
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Takes the memory for the weights; that for the cache follows when they have come."""
+        if "weights" in self._asleep:
+            torch.cuda.empty_cache()  # what the trainer holds in reserve
+            try:
+                self.core.wake_up(["weights"])
+            except Exception as error:
+                self._died = explain_failure(error, self.config)
+                raise EngineError(self._died) from error
+            self._asleep.discard("weights")
+
+    def close(self) -> None:
+        """Ends the engine; its memory is free afterwards."""
+        self._open.clear()
+        self.core.shutdown()
+
+    def _check_ready(self) -> None:
+        if self._died:
+            raise EngineError(self._died)
+        if self._asleep or self._version is None:
+            raise EngineError("the engine has no weights yet: wake and update it first")
+
+
+class RandomNumbers(AbstractContextManager[None]):
+    """The engine's own state of torch's global generator, in place within the block; outside it is the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators: Any = torch.cuda if device.type == "cuda" else torch.random
+        self.state = self.generators.get_rng_state()
+        self.outer = self.state
+
+    def seed(self, seed: int) -> None:
+        self.outer = self.generators.get_rng_state()
+        self.generators.manual_seed(seed)
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        self.outer = self.generators.get_rng_state()
+        self.generators.set_rng_state(self.state)
+
+    def __exit__(self, *_: object) -> None:
+        self.state = self.generators.get_rng_state()
+        self.generators.set_rng_state(self.outer)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collections walk over every object of the libraries, at a time when the device waits for the next step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,68 @@
+"""Notices work that makes no progress, says so, and ends the process rather than let it hang for days."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from foveal.track.console import error, warn
+
+EXIT_STATUS = 70
+
+
+class Watchdog:
+    """Watches a stage of the run from a thread.
+
+    A call into the device that never returns cannot be interrupted from within, so after `limit` seconds without a sign
+    of life the process prints where every thread stands and exits (the last checkpoint is whole).
+
+    Args:
+        stage: what is watched, for the messages.
+        limit: seconds without progress after which it ends; half of that earns a warning.
+        give_up: replaces the exit, in tests.
+    """
+
+    def __init__(self, stage: str, limit: float, give_up: Callable[[], None] | None = None) -> None:
+        self.stage = stage
+        self.limit = limit
+        self.give_up = give_up or (lambda: os._exit(EXIT_STATUS))
+        self._beat = time.monotonic()
+
+    def beat(self) -> None:
+        """A sign of progress."""
+        self._beat = time.monotonic()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watches until the block ends."""
+        over = threading.Event()
+        self.beat()
+        thread = threading.Thread(target=self._run, args=(over,), name=f"watchdog of {self.stage}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _run(self, over: threading.Event) -> None:
+        warned_of = 0.0
+        while not over.wait(min(1.0, self.limit / 8)):
+            beat = self._beat
+            silence = time.monotonic() - beat
+            if silence > self.limit / 2 and warned_of != beat:
+                warned_of = beat
+                warn(f"{self.stage}: no progress for {silence:.0f} s; the run ends after {self.limit:.0f} s.")
+            if silence > self.limit:
+                error(
+                    f"error: {self.stage}: no progress for {silence:.0f} s, so the process ends. Where each thread "
+                    "stands follows; start the same command again to go on from the last checkpoint."
+                )
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                self.give_up()
+                return

@@ -1,0 +1,90 @@
+"""A live vLLM engine with a tiny model, on the CPU, and the trainer's side of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from foveal.config import Config, load_config
+from foveal.data.processing import Processing, load_processing
+from foveal.models.attention import install
+from foveal.models.loading import load_model
+from foveal.models.named_tensors import named_tensors
+from foveal.quickstart.tiny import build_tiny
+from foveal.rollout.vllm_engine import VllmEngine
+from foveal.train.scorer import TokenScorer
+from foveal.train.scoring import Packer, write_logprobs
+from foveal.types import Group, Media, Prompt
+
+
+class Side:
+    """A model, its processing, and an engine that samples with its weights."""
+
+    def __init__(self, folder: Path, family: str, *overrides: str) -> None:
+        build_tiny(folder, family)
+        self.processing: Processing = load_processing(str(folder))
+        self.config: Config = load_config(
+            [
+                f"worker.actor.model.model_path={folder}",
+                "worker.rollout.n=5",
+                "worker.rollout.name=vllm",
+                "worker.rollout.max_num_batched_tokens=1024",
+                "data.max_prompt_length=256",
+                "data.max_response_length=256",
+                "data.rollout_batch_size=12",
+                "worker.actor.global_batch_size=12",
+                "worker.rollout.tensor_parallel_size=1",
+                "trainer.n_gpus_per_node=1",
+                *overrides,
+            ]
+        )
+        device = torch.device("cpu")
+        self.engine = VllmEngine(self.config, self.processing, model_path=str(folder), device=device, images=2)
+        self.model: Any = load_model(str(folder), dtype=torch.float32, device=device)
+        install(self.model)
+        self.version = -1
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        self.version += 1
+        self.engine.update_weights(named_tensors(self.model), self.version)
+
+    def gap(self, groups: list[Group], temperature: float = 1.0) -> float:
+        """The largest difference between the engine's log-probabilities and the trainer's."""
+        scorer = TokenScorer(
+            self.model, forbidden_ids=self.processing.forbidden_ids, temperature=temperature, autocast=None
+        )
+        packer = Packer(
+            budget=4096,
+            shared_prefix=True,
+            features=self.processing.features,
+            model=self.model,
+            device=torch.device("cpu"),
+        )
+        write_logprobs(scorer, packer, groups, "trainer")
+        responses = [r for g in groups for r in g.responses if len(r.token_ids)]
+        return max(float(np.abs(r.logprobs - r.columns["trainer"]).max()) for r in responses)
+
+    def prompt(self, number: int, pictures: int) -> Prompt:
+        media = [picture(10 * number + k) for k in range(pictures)]
+        parts: list[dict[str, str]] = [{"type": "image"} for _ in media]
+        content = [*parts, {"type": "text", "text": f"What is shown, {number}? " * (1 + number % 3)}]
+        text = self.processing.render([{"role": "user", "content": content}])
+        ids, expanded, features = self.processing.encode(text, media)
+        return Prompt(f"train-0-{number}", ids, expanded, media, {}, number, "", features)
+
+    def prompts(self, pictures: Iterable[int]) -> list[Prompt]:
+        return [self.prompt(number, count) for number, count in enumerate(pictures)]
+
+
+def picture(seed: int) -> Media:
+    pixels = np.random.default_rng(seed).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return Media("image", data.getvalue(), f"picture {seed}")
