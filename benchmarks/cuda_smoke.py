@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,42 +76,46 @@ def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - started
     (root / "reward.py").write_text(REWARD)
     run = root / "run"
-    status = foveal(
-        [
-            "train",
-            f"data.train_files={rows}",
-            f"data.val_files={rows}@train",
-            f"data.image_dir={rows.parent}",
-            "data.prompt_key=problem",
-            f"data.max_response_length={options.response}",
-            "data.max_prompt_length=1024",
-            f"data.rollout_batch_size={options.prompts}",
-            f"worker.actor.global_batch_size={options.prompts}",
-            "data.min_pixels=3136",
-            f"worker.actor.model.model_path={model}",
-            "worker.actor.micro_batch_size_per_device_for_update=8",
-            "worker.actor.micro_batch_size_per_device_for_experience=16",
-            "worker.rollout.n=5",
-            "worker.rollout.ignore_eos=true",
-            f"worker.reward.reward_function={root / 'reward.py'}:score",
-            "algorithm.use_kl_loss=true",
-            "algorithm.kl_penalty=low_var_kl",
-            "trainer.max_steps=2",
-            "trainer.n_gpus_per_node=1",
-            "trainer.save_model_only=true",
-            "trainer.val_before_train=false",
-            "trainer.logger=[console]",
-            f"trainer.save_checkpoint_path={run}",
-            *options.overrides,
-        ]
-    )
+    check = [sys.executable, "-m", "foveal", "check", "--parity", "--rows", "16"]  # a process of its own: memory
+    parity = subprocess.run([*check, *settings(root, model, rows, options)], check=False).returncode
+    print(f"parity check: exit status {parity}")
+    status = foveal(["train", *settings(root, model, rows, options)])
     assert status == 0, status
     log = [json.loads(line) for line in (run / "experiment_log.jsonl").read_text().splitlines()]
-    result: dict[str, Any] = {"seconds_to_build": built, "log": log}
+    result: dict[str, Any] = {"seconds_to_build": built, "parity_status": parity, "log": log}
     before = time.perf_counter()
     assert foveal(["merge", "--local_dir", str(run / "global_step_2" / "actor")]) == 0
     result["seconds_to_merge"] = time.perf_counter() - before
     return result
+
+
+def settings(root: Path, model: Path, rows: Path, options: argparse.Namespace) -> list[str]:
+    return [
+        f"data.train_files={rows}",
+        f"data.val_files={rows}@train",
+        f"data.image_dir={rows.parent}",
+        "data.prompt_key=problem",
+        f"data.max_response_length={options.response}",
+        "data.max_prompt_length=1024",
+        f"data.rollout_batch_size={options.prompts}",
+        f"worker.actor.global_batch_size={options.prompts}",
+        "data.min_pixels=3136",
+        f"worker.actor.model.model_path={model}",
+        "worker.actor.micro_batch_size_per_device_for_update=8",
+        "worker.actor.micro_batch_size_per_device_for_experience=16",
+        "worker.rollout.n=5",
+        "worker.rollout.ignore_eos=true",
+        f"worker.reward.reward_function={root / 'reward.py'}:score",
+        "algorithm.use_kl_loss=true",
+        "algorithm.kl_penalty=low_var_kl",
+        "trainer.max_steps=2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.save_model_only=true",
+        "trainer.val_before_train=false",
+        "trainer.logger=[console]",
+        f"trainer.save_checkpoint_path={root / 'run'}",
+        *options.overrides,
+    ]
 
 
 def main() -> None:

@@ -230,6 +230,8 @@ def measure(size: str, options: argparse.Namespace, root: Path) -> None:
 
     record.add("picture_threads", THREADS)
     prompts = rollouts(engine, loader, config, record)
+    engine.update_weights(weights(), 0)  # forgets prompts and pictures
+    record.add("one_token_seconds", timed(engine.generate, prompts, replace(sampling, max_tokens=1), 0)[1])
     record.add("used_gib_awake", used_gib())
     if options.profile:
         engine.update_weights(weights(), 0)  # forgets prompts and pictures, so that they are computed again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foveal.algorithm import get_advantage, get_loss
 from foveal.config import Config
@@ -15,6 +16,9 @@ from foveal.rollout.engine import choose_engine
 from foveal.rollout.transformers_engine import check_extra
 from foveal.rollout.vllm_available import check_sampling, untested_version
 from foveal.track.console import note, warn
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_runnable(config: Config, *, scored: bool = True) -> None:
@@ -47,7 +51,7 @@ def open_processing(config: Config) -> Processing:
     model = config.worker.actor.model
     assert model.model_path is not None
     family_of(read_config(model.model_path), model.model_path)
-    return load_processing(
+    processing = load_processing(
         model.model_path,
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
@@ -55,6 +59,19 @@ def open_processing(config: Config) -> Processing:
         max_pixels=config.data.max_pixels,
         chat_template=_chat_template(config),
     )
+    processing.feature_dtype = _feature_dtype(config)
+    return processing
+
+
+def _feature_dtype(config: Config) -> torch.dtype | None:
+    """bfloat16 on a GPU where all that reads pixel values would round them to it anyway: half the bytes to keep."""
+    import torch
+
+    worker = config.worker
+    models = [worker.actor.fsdp] + ([worker.critic.fsdp] if config.algorithm.uses_critic else [])
+    compute = {fsdp.mp_param_dtype if fsdp.torch_dtype in (None, "fp32") else fsdp.torch_dtype for fsdp in models}
+    all_bf16 = compute | {worker.rollout.dtype} == {"bf16"}
+    return torch.bfloat16 if all_bf16 and torch.cuda.is_available() else None
 
 
 def _check_sampling(config: Config, engine: str) -> None:

@@ -99,8 +99,8 @@ class Trainer:
             was learned is saved then).
 
         Raises:
-            FovealError: what ended the run. Where it was the data, the reward function or the engine, what was learned is
-                saved.
+            FovealError: what ended the run. Where it was the data, the reward function or the engine, what was learned
+                is saved.
         """
         with self.signals:
             try:
@@ -109,7 +109,7 @@ class Trainer:
             except Stopped as stop:
                 self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
                 return 128 + stop.signum
-            except (DataError, EngineError, RewardError) as error:  # raised between updates, so the weights are those of a step
+            except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
                 if self.saved_step != self.step:
                     try:
                         self._save_after(type(error).__name__)

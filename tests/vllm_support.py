@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ class Side:
         self.version += 1
         self.engine.update_weights(named_tensors(self.model), self.version)
 
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Within the block the model's weights may be changed; at its end both sides have those from before."""
+        saved = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            with torch.no_grad():
+                for name, weight in self.model.named_parameters():
+                    weight.copy_(saved[name])
+            self.hand_over()
+
     def gap(self, groups: list[Group], temperature: float = 1.0) -> float:
         """The largest difference between the engine's log-probabilities and the trainer's."""
         scorer = TokenScorer(
@@ -67,14 +81,17 @@ class Side:
             model=self.model,
             device=torch.device("cpu"),
         )
-        write_logprobs(scorer, packer, groups, "trainer")
         responses = [r for g in groups for r in g.responses if len(r.token_ids)]
+        for response in responses:
+            response.columns.pop("trainer", None)  # of former weights
+        write_logprobs(scorer, packer, groups, "trainer")
         return max(float(np.abs(r.logprobs - r.columns["trainer"]).max()) for r in responses)
 
-    def prompt(self, number: int, pictures: int) -> Prompt:
+    def prompt(self, number: int, pictures: int, question: str = "") -> Prompt:
         media = [picture(10 * number + k) for k in range(pictures)]
         parts: list[dict[str, str]] = [{"type": "image"} for _ in media]
-        content = [*parts, {"type": "text", "text": f"What is shown, {number}? " * (1 + number % 3)}]
+        question = question or f"What is shown, {number}? " * (1 + number % 3)
+        content = [*parts, {"type": "text", "text": question}]
         text = self.processing.render([{"role": "user", "content": content}])
         ids, expanded, features = self.processing.encode(text, media)
         return Prompt(f"train-0-{number}", ids, expanded, media, {}, number, "", features)

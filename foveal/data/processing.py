@@ -58,6 +58,7 @@ class Processing:
         forbidden_ids: vision and placeholder ids, never to be sampled; empty for models that take text only.
         eos_ids: every id that ends an answer: those of generation_config.json, config.json and the tokenizer.
         pad_id: fills batches.
+        feature_dtype: what pixel values are rounded to when they are made; None leaves float32.
         image_token_id, video_token_id: the placeholders; None where the model has none.
     """
 
@@ -77,6 +78,7 @@ class Processing:
         self.video_token_id: int | None = config.get("video_token_id")
         self.forbidden_ids = _vision_ids(tokenizer, config) if processor is not None else []
         self.eos_ids = _eos_ids(model_path, tokenizer, config)
+        self.feature_dtype: torch.dtype | None = None
         self.pad_id: int = _first(tokenizer.pad_token_id, config.get("pad_token_id"), *self.eos_ids)
         self._model_path = model_path
         self._tokenizer_path = tokenizer_path or model_path
@@ -119,8 +121,9 @@ class Processing:
         """Tokenises a rendered chat and runs the processor, once.
 
         Returns:
-            The unexpanded ids; the expanded ids; the features: `pixel_values` (patches, values) float32 and
-            `image_grid_thw` (images, 3) int64, in patches. Without media the ids are the same and features are empty.
+            The unexpanded ids; the expanded ids; the features: `pixel_values` (patches, values), float32 or
+            `feature_dtype`, and `image_grid_thw` (images, 3) int64, in patches. Without media the ids are the same and
+            features are empty.
 
         Raises:
             PictureError: a picture cannot be decoded.
@@ -137,7 +140,7 @@ class Processing:
             )
         assert self.processor is not None
         output = self.processor(text=[text], images=self.pictures(media), add_special_tokens=False, return_tensors="pt")
-        return token_ids, output["input_ids"][0].tolist(), _only_features(output)
+        return token_ids, output["input_ids"][0].tolist(), self._only_features(output)
 
     def features(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         """What `encode` made of the prompt's media; made again from their bytes where it was left behind or dropped."""
@@ -147,7 +150,7 @@ class Processing:
             if prompt.media:
                 assert self.processor is not None
                 pictures = self.pictures(prompt.media)
-                features = _only_features(self.processor.image_processor(images=pictures, return_tensors="pt"))
+                features = self._only_features(self.processor.image_processor(images=pictures, return_tensors="pt"))
             prompt.features = features
         if features:
             self._feature_cache.keep(prompt)
@@ -206,6 +209,12 @@ class Processing:
                     shutil.copyfile(path, folder / name)
         if self._own_template is not None:
             (folder / TEMPLATE_FILES[0]).write_text(self._own_template, encoding="utf-8")
+
+    def _only_features(self, output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        features = {name: value for name, value in output.items() if name not in TEXT_OUTPUTS}
+        if self.feature_dtype is None:
+            return features
+        return {k: v.to(self.feature_dtype) if v.is_floating_point() else v for k, v in features.items()}
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -315,10 +324,6 @@ def _eos_ids(model_path: str, tokenizer: PreTrainedTokenizerBase, config: Mappin
     if not ids:
         raise ModelError(f"{model_path} names no end token: set eos_token_id in its generation_config.json.")
     return sorted(ids)
-
-
-def _only_features(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in output.items() if name not in TEXT_OUTPUTS}
 
 
 def _source_file(source: str, name: str) -> Path | None:

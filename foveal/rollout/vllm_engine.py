@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,6 +26,8 @@ from foveal.types import Group, Prompt, Response, Sampling
 
 STEP_LIMIT = 600.0
 """Seconds that the engine may go without finishing a step."""
+WAITING = 256
+"""Requests that wait in vLLM for their turn: more than begin in one step."""
 IDLE_LIMIT = 1000
 """Steps in a row that schedule nothing while answers are open: then none ever will."""
 
@@ -90,6 +93,7 @@ class VllmEngine(RolloutEngine):
         self.random = None if self.seeded else RandomNumbers(device)
         self.requests = RequestBuilder(
             vllm_config,
+            self.core.request_block_hasher,
             processing.features,
             image_token_id=processing.image_token_id,
             forbidden_ids=processing.forbidden_ids,
@@ -98,6 +102,7 @@ class VllmEngine(RolloutEngine):
         )
         self.watchdog = Watchdog("the vLLM engine", STEP_LIMIT)
         self._open: dict[str, _Job] = {}  # by the name of the request
+        self._queue: deque[tuple[_Job, Sampling]] = deque()
         self._finished: list[_Job] = []
         self._submitted = 0
         self._asleep: set[str] = set()
@@ -115,8 +120,7 @@ class VllmEngine(RolloutEngine):
         self._check_ready()
         if self.random and prompts:
             self.random.seed(answer_seed(sampling.seed, prompts[0].uid, len(prompts)))
-        media = self.requests.media(prompts)
-        for prompt, own_media in zip(prompts, media, strict=True):
+        for prompt in prompts:
             if len(prompt.expanded_ids) >= self.requests.max_model_len:
                 raise EngineError(
                     f"{prompt.uid}: {len(prompt.expanded_ids)} tokens, but the engine takes sequences of "
@@ -126,9 +130,8 @@ class VllmEngine(RolloutEngine):
             names = [f"{prompt.uid}/{self._submitted}/{answer}" for answer in range(sampling.n)]
             self._submitted += 1
             job = _Job(prompt, weight_version, {name: _Answer() for name in names}, len(names))
-            for request in self.requests.build(prompt, sampling, names, own_media):
-                self.core.add_request(*self.core.preprocess_add_request(request))
             self._open.update(dict.fromkeys(names, job))
+            self._queue.append((job, sampling))
 
     def collect(self) -> Iterator[Group]:
         """As `RolloutEngine.collect`.
@@ -145,6 +148,7 @@ class VllmEngine(RolloutEngine):
 
     def abort(self, uids: Collection[str]) -> None:
         names = [name for name, job in self._open.items() if job.prompt.uid in uids]
+        self._queue = deque(entry for entry in self._queue if entry[0].prompt.uid not in uids)
         self.core.abort_requests(names)
         self._take_pieces()
         for name in names:
@@ -155,6 +159,7 @@ class VllmEngine(RolloutEngine):
         """Steps until at least one group is finished."""
         idle = 0
         while not self._finished:
+            self._feed()
             try:
                 outputs, executed = self.core.step_fn()
                 self.core.post_step(model_executed=executed)
@@ -174,6 +179,17 @@ class VllmEngine(RolloutEngine):
                     f"{', '.join(open_prompts[:3])}, …): they may need more memory than the engine has. "
                     "Raise worker.rollout.gpu_memory_utilization, or lower data.max_prompt_length."
                 )
+
+    def _feed(self) -> None:
+        """Gives the core as many requests as it may begin with next.
+
+        The others are made while the device is busy: a batch at once would keep it waiting for a second.
+        """
+        scheduler = self.core.scheduler
+        while self._queue and scheduler.get_request_counts()[1] < WAITING:
+            job, sampling = self._queue.popleft()
+            for request in self.requests.build(job.prompt, sampling, list(job.answers)):
+                self.core.add_request(request)
 
     def _take(self, output: Any) -> None:
         """What vLLM's own scheduler says of one request after one step."""
@@ -220,7 +236,7 @@ class VllmEngine(RolloutEngine):
         if self._open:
             raise EngineError(f"weights cannot change while {len(self._open)} answers are open")
         try:
-            weights = chain.from_iterable(buckets)
+            weights = by_expert(chain.from_iterable(buckets))
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if "kv_cache" in self._asleep:
                 self.core.wake_up(["kv_cache"])
@@ -261,6 +277,7 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         """Ends the engine; its memory is free afterwards."""
         self._open.clear()
+        self._queue.clear()
         self.core.shutdown()
 
     def _check_ready(self) -> None:
@@ -268,6 +285,25 @@ class VllmEngine(RolloutEngine):
             raise EngineError(self._died)
         if self._asleep or self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
+
+
+def by_expert(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Splits the fused experts that `save_pretrained` writes for Qwen3-VL-MoE, (experts, out, in), into single ones.
+
+    vLLM reads fused ones too, but its versions disagree on which way round they are.
+    """
+    for name, tensor in weights:
+        path, _, kind = name.rpartition(".experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for expert, weight in enumerate(tensor.unbind()):
+            if kind == "down_proj":
+                yield f"{path}.experts.{expert}.down_proj.weight", weight
+            else:
+                gate, up = weight.chunk(2)
+                yield f"{path}.experts.{expert}.gate_proj.weight", gate
+                yield f"{path}.experts.{expert}.up_proj.weight", up
 
 
 class RandomNumbers(AbstractContextManager[None]):

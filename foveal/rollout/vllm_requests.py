@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 
 from foveal.types import Prompt, Sampling
 
-THREADS = min(16, os.cpu_count() or 1)
 FORBID = -100.0
 """Added to a forbidden id's logit (the most that vLLM takes): its probability is below 1e-43 of what it was."""
 
@@ -27,6 +25,7 @@ class RequestBuilder:
 
     Args:
         vllm_config: of the engine.
+        block_hasher: hashes the blocks of a request, by which prompts that begin alike share their keys and values.
         features: gives what the processor made of a prompt's media (`Processing.features`).
         image_token_id: the placeholder of a picture; None for a text model.
         forbidden_ids: ids that are never sampled.
@@ -37,6 +36,7 @@ class RequestBuilder:
     def __init__(
         self,
         vllm_config: Any,
+        block_hasher: Callable[[Any], list[Any]] | None,
         features: Callable[[Prompt], dict[str, torch.Tensor]],
         *,
         image_token_id: int | None,
@@ -44,12 +44,12 @@ class RequestBuilder:
         eos_ids: list[int],
         seeded: bool,
     ) -> None:
+        self.block_hasher = block_hasher
         self.features = features
         self.image_token_id = image_token_id
         self.forbidden_ids = forbidden_ids
         self.eos_ids = eos_ids
         self.seeded = seeded
-        self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.processor: Any = None
         if vllm_config.model_config.is_multimodal_model:
@@ -57,35 +57,32 @@ class RequestBuilder:
 
             self.processor = MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)
 
-    def media(self, prompts: Sequence[Prompt]) -> list[list[Any]]:
-        """The pictures of each prompt as vLLM takes them; in threads, since each is megabytes to convert and hash."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            return list(pool.map(self._media, prompts))
-
-    def build(self, prompt: Prompt, sampling: Sampling, names: list[str], media: list[Any]) -> list[Any]:
-        """An `EngineCoreRequest` for each name; all share the prompt's media."""
-        from vllm.v1.engine import EngineCoreRequest
+    def build(self, prompt: Prompt, sampling: Sampling, names: list[str]) -> list[Any]:
+        """A request of the scheduler (`vllm.v1.request.Request`) for each name; all share the prompt's media."""
+        from vllm.v1.request import Request
 
         params = self._params(prompt, sampling)
+        media = self._media(prompt)
+        hashes: list[Any] | None = None
         now = time.time()
         requests = []
         for answer, name in enumerate(names):
             own = copy(params)
             if self.seeded and sampling.temperature > 0:
                 own.seed = answer_seed(sampling.seed, prompt.uid, answer)
-            requests.append(
-                EngineCoreRequest(
-                    request_id=name,
-                    prompt_token_ids=prompt.expanded_ids,
-                    mm_features=media,
-                    sampling_params=own,
-                    pooling_params=None,
-                    arrival_time=now,
-                    lora_request=None,
-                    cache_salt=None,
-                    data_parallel_rank=None,
-                )
+            request = Request(
+                request_id=name,
+                prompt_token_ids=prompt.expanded_ids,
+                sampling_params=own,
+                pooling_params=None,
+                arrival_time=now,
+                mm_features=media,
+                block_hasher=self.block_hasher if hashes is None else partial(_known_hashes, hashes),
             )
+            if hashes is None:
+                hashes = list(request.block_hashes)
+            request._block_hasher = self.block_hasher
+            requests.append(request)
         return requests
 
     def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
@@ -113,12 +110,7 @@ class RequestBuilder:
         from transformers import BatchFeature
         from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 
-        features = BatchFeature(
-            {
-                name: value.to(self.dtype) if value.is_floating_point() else value
-                for name, value in self.features(prompt).items()
-            }
-        )
+        features = BatchFeature(dict(self.features(prompt)))
         fields = self.processor._get_mm_fields_config(features, {})
         items = MultiModalKwargsItems.from_hf_inputs(features, fields)["image"]
         specs = []
@@ -135,6 +127,11 @@ class RequestBuilder:
         """Visual tokens of each picture."""
         merge = self.processor.info.get_hf_config().vision_config.spatial_merge_size
         return (features["image_grid_thw"].prod(-1) // merge**2).tolist()
+
+
+def _known_hashes(hashes: list[Any], request: Any) -> list[Any]:
+    """Those of a sibling: a prompt is hashed once."""
+    return hashes
 
 
 def answer_seed(seed: int, uid: str, answer: int) -> int:

@@ -1,0 +1,118 @@
+"""A vLLM engine that fails, hangs or idles: one error that says so, and no answer from it afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from foveal.errors import EngineError
+from foveal.rollout.watchdog import Watchdog
+from foveal.types import Sampling
+from tests.vllm_support import Side
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = Sampling(n=2, max_tokens=8, seed=5)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    side = Side(tmp_path_factory.mktemp("faults") / "model", "qwen3")
+    yield side
+    side.engine.close()
+
+
+@pytest.fixture
+def side(started: Side) -> Iterator[Side]:
+    """The engine, which is well again after the test."""
+    yield started
+    engine = started.engine
+    engine._died = None
+    engine.abort([job.prompt.uid for job in engine._open.values()])
+    list(engine.collect())
+    started.hand_over()
+    assert started.gap(engine.generate(started.prompts([0]), SAMPLING, 0)) < 1e-4
+
+
+def failing(message: str) -> Any:
+    def step() -> None:
+        raise RuntimeError(message)
+
+    return step
+
+
+def test_an_engine_that_failed_says_so_from_then_on(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = side.prompts([0, 0])
+    side.engine.submit(prompts[:1], SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", failing("deliberate failure"))
+        with pytest.raises(EngineError, match="deliberate failure"):
+            list(side.engine.collect())
+    for call in (
+        lambda: side.engine.submit(prompts[1:], SAMPLING, 0),
+        lambda: list(side.engine.collect()),
+        side.hand_over,
+    ):
+        with pytest.raises(EngineError, match="deliberate failure"):
+            call()
+
+
+def test_memory_that_runs_out_names_the_keys_to_change(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    side.engine.submit(side.prompts([0]), SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", failing("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        with pytest.raises(EngineError, match=r"gpu_memory_utilization.*max_num_batched_tokens=1024"):
+            list(side.engine.collect())
+
+
+def test_an_engine_that_schedules_nothing_is_not_waited_for(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = side.prompts([0, 0])
+    side.engine.submit(prompts, SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", lambda: ({}, False))
+        with pytest.raises(EngineError, match=rf"nothing although 4 answers are open \(prompts {prompts[0].uid}, "):
+            list(side.engine.collect())
+
+
+def test_a_step_that_never_returns_ends_the_process(
+    side: Side, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, over = side.engine.core.step_fn, threading.Event()
+
+    def hanging() -> Any:
+        assert over.wait(10), "nobody noticed"
+        return step()
+
+    monkeypatch.setattr(side.engine, "watchdog", Watchdog("the vLLM engine", 0.2, give_up=over.set))
+    side.engine.submit(side.prompts([0]), SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", hanging)
+        next(side.engine.collect())
+    error = capsys.readouterr().err
+    assert "the vLLM engine: no progress for" in error
+
+
+def test_long_answers_are_progress(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(side.engine, "watchdog", Watchdog("the vLLM engine", 0.4, give_up=lambda: ended.append(1)))
+    step = side.engine.core.step_fn
+
+    def slow() -> Any:
+        threading.Event().wait(0.02)
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", slow)
+        side.engine.generate(side.prompts([0]), Sampling(n=1, max_tokens=40, ignore_eos=True), 0)
+    assert not ended
+
+
+def test_an_engine_without_weights_takes_no_prompts(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side.engine, "_version", None)
+    with pytest.raises(EngineError, match="no weights yet"):
+        side.engine.submit(side.prompts([0]), SAMPLING, 0)
