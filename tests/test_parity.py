@@ -68,12 +68,10 @@ def test_the_transformers_engine_agrees(tmp_path: Path, family: str, capsys: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_vllm_agrees_before_and_after_an_update(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vllm_agrees_before_and_after_an_update(tmp_path: Path, family: str, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
     assert run_check(tmp_path, family, "worker.rollout.name=vllm", rows=6) == 0
-    output = capsys.readouterr().out
+    output = capfd.readouterr().out
     assert "parity of vllm engine and trainer: 6 prompts (3 with pictures), 4 answers each" in output
     found = gaps(output)
     assert len(found) == 2 and all(0 <= mean <= largest < LARGEST_FLOAT32 for mean, largest in found)
@@ -81,7 +79,7 @@ def test_vllm_agrees_before_and_after_an_update(
 
 @pytest.mark.slow
 def test_a_vllm_engine_that_ignores_the_update_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("vllm")
     from foveal.rollout.vllm_engine import VllmEngine
@@ -94,7 +92,7 @@ def test_a_vllm_engine_that_ignores_the_update_is_found(
 
     monkeypatch.setattr(VllmEngine, "update_weights", only_the_first)
     assert run_check(tmp_path, "qwen2_5_vl", "worker.rollout.name=vllm") == 1
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     (_, before), (_, after) = gaps(captured.out)
     assert before < LARGEST_FLOAT32 < after and "something stale" in captured.err
 

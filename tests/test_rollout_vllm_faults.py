@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from foveal.errors import EngineError
+from foveal.rollout.vllm_engine import IDLE_LIMIT
 from foveal.rollout.watchdog import Watchdog
 from foveal.types import Sampling
 from tests.vllm_support import Side
@@ -70,11 +72,17 @@ def test_memory_that_runs_out_names_the_keys_to_change(side: Side, monkeypatch: 
             list(side.engine.collect())
 
 
-def test_an_engine_that_schedules_nothing_is_not_waited_for(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = side.prompts([0, 0])
-    side.engine.submit(prompts, SAMPLING, 0)
+def test_answers_that_vllm_lost_are_not_waited_for(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a request is too large for ever, which it doesn't say either."""
+    core, steps = side.engine.core, iter(range(3 * IDLE_LIMIT))
+    prompts = side.prompts([0, 0, 0])
+    side.engine.submit(prompts[:2], replace(SAMPLING, max_tokens=100, ignore_eos=True), 0)
+    side.engine.submit(prompts[2:], SAMPLING, 0)
+    next(side.engine.collect())
+    core.abort_requests(list(side.engine._open))
+    step = core.step_fn
     with monkeypatch.context() as patched:
-        patched.setattr(side.engine.core, "step_fn", lambda: ({}, False))
+        patched.setattr(core, "step_fn", lambda: (next(steps), step())[1])  # raises, should it go on for ever
         with pytest.raises(EngineError, match=rf"nothing although 4 answers are open \(prompts {prompts[0].uid}, "):
             list(side.engine.collect())
 

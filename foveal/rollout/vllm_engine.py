@@ -157,15 +157,13 @@ class VllmEngine(RolloutEngine):
 
     def _advance(self) -> None:
         """Steps until at least one group is finished."""
+        self._check_alive()
         idle = 0
         while not self._finished:
             self._feed()
-            try:
+            with self._fatal():
                 outputs, executed = self.core.step_fn()
                 self.core.post_step(model_executed=executed)
-            except Exception as error:
-                self._died = explain_failure(error, self.config)
-                raise EngineError(self._died) from error
             self.watchdog.beat()
             progress = self._take_pieces() or executed
             for output in outputs[0].outputs if outputs else ():
@@ -174,11 +172,12 @@ class VllmEngine(RolloutEngine):
             idle = 0 if progress else idle + 1
             if idle > IDLE_LIMIT:
                 open_prompts = sorted({job.prompt.uid for job in self._open.values()})
-                raise EngineError(
+                self._died = (
                     f"vLLM schedules nothing although {len(self._open)} answers are open (prompts "
                     f"{', '.join(open_prompts[:3])}, …): they may need more memory than the engine has. "
                     "Raise worker.rollout.gpu_memory_utilization, or lower data.max_prompt_length."
                 )
+                raise EngineError(self._died)
 
     def _feed(self) -> None:
         """Gives the core as many requests as it may begin with next.
@@ -214,7 +213,7 @@ class VllmEngine(RolloutEngine):
             job.answers[piece.request_id].logprobs.append(piece.logprobs)
             if piece.finish_reason is not None:
                 self._finish(piece.request_id, piece.finish_reason)
-        return scheduler.burst is not None
+        return scheduler.burst is not None and bool(scheduler.running)
 
     def _finish(self, name: str, reason: str) -> None:
         job = self._open.pop(name)
@@ -231,18 +230,20 @@ class VllmEngine(RolloutEngine):
         Raises:
             EngineError: the engine died, answers are open, or the tensors are not those of the model.
         """
-        if self._died:
-            raise EngineError(self._died)
+        self._check_alive()
         if self._open:
             raise EngineError(f"weights cannot change while {len(self._open)} answers are open")
-        try:
+        with self._fatal():
             weights = by_expert(chain.from_iterable(buckets))
-            self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            (lacking,) = self.core.collective_rpc(_reload, args=(weights,))
             if "kv_cache" in self._asleep:
                 self.core.wake_up(["kv_cache"])
-        except Exception as error:
-            self._died = explain_failure(error, self.config)
-            raise EngineError(self._died) from error
+        if lacking:
+            self._died = (
+                f"the weights handed to vLLM lack {len(lacking)} of its model's ({', '.join(lacking[:3])}, …), so its "
+                "answers would be another model's. Try another version of vLLM, or worker.rollout.name=transformers."
+            )
+            raise EngineError(self._died)
         self._asleep.clear()
         self.core.reset_prefix_cache()
         self.core.reset_mm_cache()
@@ -267,11 +268,8 @@ class VllmEngine(RolloutEngine):
         """Takes the memory for the weights; that for the cache follows when they have come."""
         if "weights" in self._asleep:
             torch.cuda.empty_cache()  # what the trainer holds in reserve
-            try:
+            with self._fatal():
                 self.core.wake_up(["weights"])
-            except Exception as error:
-                self._died = explain_failure(error, self.config)
-                raise EngineError(self._died) from error
             self._asleep.discard("weights")
 
     def close(self) -> None:
@@ -280,11 +278,45 @@ class VllmEngine(RolloutEngine):
         self._queue.clear()
         self.core.shutdown()
 
-    def _check_ready(self) -> None:
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """What vLLM raises here leaves it in no known state."""
+        try:
+            yield
+        except Exception as error:  # vLLM raises what it comes across
+            self._died = explain_failure(error, self.config)
+            raise EngineError(self._died) from error
+
+    def _check_alive(self) -> None:
         if self._died:
             raise EngineError(self._died)
+
+    def _check_ready(self) -> None:
+        self._check_alive()
         if self._asleep or self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    """Runs in vLLM's worker: takes the weights; returns those of the model that did not come.
+
+    vLLM only logs them.
+    """
+    model = worker.get_model()
+    wanted = {name for name, _ in model.named_parameters()}
+    load, came = model.load_weights, set()
+
+    def load_and_note(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        came.update(load(weights))
+        return came
+
+    model.load_weights = load_and_note
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    # The experts' own module names its weights without itself.
+    return sorted(name for name in wanted if name not in came and name.replace(".routed_experts.", ".") not in came)
 
 
 def by_expert(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

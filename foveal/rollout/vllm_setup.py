@@ -29,7 +29,6 @@ _SPEED_ONLY = {
     "disable_log_stats",
     "enable_prefix_caching",
     "max_num_batched_tokens",
-    "mm_device_do_normalize",
     "mm_processor_cache_gb",
     "mm_processor_kwargs",
 }
@@ -186,7 +185,6 @@ def _media_arguments(config: Config, processor: Any, model_path: str, images: in
         # vLLM builds the model's processor at the start, which needs one.
         "tokenizer": config.worker.actor.model.tokenizer_path or model_path,
         "mm_processor_cache_gb": 0,
-        "mm_device_do_normalize": False,  # the trainer's processor has done it
         "limit_mm_per_prompt": {"image": config.worker.rollout.limit_images or max(images, 1), "video": 0},
     }
     image_processor = processor.image_processor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +62,6 @@ class Watchdog:
                     f"error: {self.stage}: no progress for {silence:.0f} s, so the process ends. Where each thread "
                     "stands follows; start the same command again to go on from the last checkpoint."
                 )
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                faulthandler.dump_traceback(file=2, all_threads=True)  # sys.stderr may have no descriptor
                 self.give_up()
                 return
