@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.real_size import build_model, picture_rows
 from foveal.cli import main as foveal
 from foveal.models.loading import load_model
-from foveal.models.positions import prompt_positions
 from foveal.quickstart.tiny import build_tiny
+from foveal.train.layout import PromptLayouts
 from foveal.train.packing import build_pack, split_into_packs
 from foveal.train.scorer import TokenScorer
 from tests.random_groups import random_groups
@@ -55,8 +55,7 @@ def kernel_agreement(root: Path, device: torch.device) -> dict[str, float]:
             (parts,) = split_into_packs(groups, 10**6, True)
             pack = build_pack(
                 parts,
-                positions=lambda p, m=model: prompt_positions(m, p.expanded_ids, p.features),
-                features=lambda p: p.features or {},
+                layouts=PromptLayouts(model, lambda p: p.features or {}),
                 shared_prefix=True,
                 device=device,
             )

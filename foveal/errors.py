@@ -31,3 +31,7 @@ class CheckpointError(FovealError):
 
 class EngineError(FovealError):
     """The rollout engine cannot start, ran out of memory, or died."""
+
+
+class DeviceMemoryError(FovealError):
+    """A pass of a model does not fit into the device's memory."""

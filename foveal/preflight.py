@@ -16,6 +16,7 @@ from foveal.rollout.engine import choose_engine
 from foveal.rollout.transformers_engine import check_extra
 from foveal.rollout.vllm_available import check_sampling, untested_version
 from foveal.track.console import note, warn
+from foveal.train.lowmem import check_torchao
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
     _check_sampling(config, engine)
     if scored and not config.trainer.val_only:
         _check_algorithm(config)
+        check_torchao(config)
     for line in no_effect(config, engine) + remarks(config):
         note(line)
 
@@ -68,8 +70,8 @@ def _feature_dtype(config: Config) -> torch.dtype | None:
     import torch
 
     worker = config.worker
-    models = [worker.actor.fsdp] + ([worker.critic.fsdp] if config.algorithm.uses_critic else [])
-    compute = {fsdp.mp_param_dtype if fsdp.torch_dtype in (None, "fp32") else fsdp.torch_dtype for fsdp in models}
+    models = [worker.actor, *([worker.critic] if config.algorithm.uses_critic else [])]
+    compute = {m.fsdp.mp_param_dtype if m.weights_dtype == "fp32" else m.weights_dtype for m in models}
     all_bf16 = compute | {worker.rollout.dtype} == {"bf16"}
     return torch.bfloat16 if all_bf16 and torch.cuda.is_available() else None
 

@@ -186,6 +186,7 @@ class Trainer:
         timings: dict[str, float] = {}
         with timer(timings, "validation"), self.signals.interruptible():
             metrics, samples = self.validator.run(self.step, {})
+        self.workers.performance({})  # the next step is measured by itself
         self.val_score = (self.step, metrics.get("val/reward_score"))
         metrics |= timing_metrics(timings)
         self.record |= metrics
@@ -273,8 +274,7 @@ class Trainer:
         metrics |= rollout_metrics(groups, self.config.data.max_prompt_length)
         metrics |= timing_metrics(timings, sum(answers), total)
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
-        if "update_actor" in timings:
-            metrics |= self.workers.utilisation(total, timings["update_actor"])
+        metrics |= self.workers.performance(timings)
         self.record |= metrics
         console.step_line(self.step, self.total_steps, metrics)
         self._warn_of_nothing_learned(groups)

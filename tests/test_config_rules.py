@@ -87,7 +87,6 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
     "argument",
     [
         "worker.actor.fsdp.torch_dtype=fp16",
-        "worker.actor.optim.strategy=adamw_bf16",
         "worker.actor.model.lora.rank=8",
         "worker.actor.ulysses_size=2",
         "trainer.nnodes=2",
@@ -135,7 +134,7 @@ def test_keys_without_effect_share_a_line_per_reason() -> None:
     assert lines == [
         "no effect here: worker.critic.optim.lr (grpo has no critic)",
         "no effect here: worker.rollout.gpu_memory_utilization, worker.rollout.enforce_eager (vLLM only)",
-        "no effect here: worker.actor.offload.offload_params (one process: nothing is sharded or moved away)",
+        "no effect here: worker.actor.offload.offload_params (the transformers engine samples with these very weights)",
     ]
 
 
@@ -160,3 +159,37 @@ def test_a_cispo_run_with_a_lower_bound_is_told_its_bounds() -> None:
     )
     assert "[1, 5]" in line
     assert remarks(load("worker.actor.loss_type=cispo", "worker.actor.clip_ratio_low=1")) == []
+
+
+def test_weights_of_an_optimizer_in_bfloat16_are_not_float32() -> None:
+    argv = ("worker.actor.optim.strategy=adamw_bf16", "worker.actor.fsdp.torch_dtype=fp32")
+    assert "worker.actor.fsdp.torch_dtype: fp32 given" in refusal(*argv)
+    assert load(argv[0]).worker.actor.weights_dtype == "bf16"
+    assert load("worker.actor.optim.strategy=adamw_8bit").worker.actor.weights_dtype == "fp32"
+
+
+def test_plain_adamw_on_bfloat16_weights_is_told_what_it_loses() -> None:
+    (line,) = remarks(load("worker.actor.fsdp.torch_dtype=bf16"))
+    assert "worker.actor.optim.strategy=adamw_bf16" in line
+    assert remarks(load("worker.actor.fsdp.torch_dtype=bf16", "worker.actor.optim.strategy=adamw_bf16")) == []
+
+
+def test_a_model_with_every_part_frozen_is_refused() -> None:
+    model = "worker.actor.model"
+    text = refusal(f"{model}.freeze_vision_tower=true", f"{model}.freeze_language_model=true")
+    assert f"{model}.freeze_language_model: true given" in text
+    load(f"{model}.freeze_vision_tower=true", f"{model}.freeze_language_model=true", f"{model}.freeze_projector=false")
+
+
+def test_keys_of_the_micro_batch_have_their_effect_with_easyr1s_budget_only() -> None:
+    key = "worker.actor.micro_batch_size_per_device_for_update"
+    (line,) = no_effect(load(f"{key}=2"), "vllm")
+    assert line == f"no effect here: {key} (worker.actor.token_budget is auto, not easyr1)"
+    assert no_effect(load(f"{key}=2", "worker.actor.token_budget=easyr1"), "vllm") == []
+
+
+def test_the_rate_of_a_frozen_part_has_no_effect() -> None:
+    argv = ("worker.actor.model.freeze_vision_tower=true", "worker.actor.optim.lr_vision=1e-5")
+    (line,) = no_effect(load(*argv), "vllm")
+    assert line.startswith("no effect here: worker.actor.optim.lr_vision (")
+    assert no_effect(load(argv[1]), "vllm") == []

@@ -31,7 +31,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_equals_whole_logits(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head._CHUNK_ELEMENTS, "cpu", 5 * 40)  # five tokens a chunk
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 5 * 40)  # five tokens a chunk
     torch.manual_seed(0)
     hidden, weight = torch.randn(13, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     bias = torch.randn(40, requires_grad=True) if with_bias else None
@@ -64,7 +64,7 @@ def test_no_tokens_give_no_numbers() -> None:
 
 
 def test_entropy_and_exact_kl_equal_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head._CHUNK_ELEMENTS, "cpu", 4 * 40)
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 4 * 40)
     torch.manual_seed(0)
     hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     other_hidden, other_weight = torch.randn(9, 8), torch.randn(40, 8)

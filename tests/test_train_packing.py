@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from foveal.models.loading import load_model
-from foveal.models.positions import prompt_positions
 from foveal.quickstart.tiny import build_tiny
+from foveal.train.layout import PromptLayouts
 from foveal.train.packing import Pack, build_pack, split_into_packs
 from foveal.train.scorer import TokenScorer
 from foveal.types import Group
@@ -40,8 +40,7 @@ def packs_of(model: Any, groups: list[Group], *, shared: bool, budget: int) -> l
     return [
         build_pack(
             parts,
-            positions=lambda p: prompt_positions(model, p.expanded_ids, p.features),
-            features=lambda p: p.features or {},
+            layouts=PromptLayouts(model, lambda p: p.features or {}),
             shared_prefix=shared,
             device=CPU,
         )
@@ -104,7 +103,7 @@ def test_a_shared_prompt_is_laid_out_once(folders: dict[str, Path]) -> None:
     shared, repeated = (packs_of(model, groups, shared=s, budget=10**6)[0] for s in (True, False))
     prompt = len(groups[0].prompt.expanded_ids)
     assert repeated.token_ids.shape[1] - shared.token_ids.shape[1] == 4 * prompt
-    assert repeated.features["pixel_values"].shape[0] == 5 * shared.features["pixel_values"].shape[0]
+    assert len(repeated.pictures) == 5 * len(shared.pictures)
 
 
 def test_packs_keep_to_the_budget_and_lose_nothing(folders: dict[str, Path]) -> None:

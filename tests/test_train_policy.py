@@ -16,6 +16,7 @@ from foveal.config.schema_worker import POLICY_LOSSES
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.credit import assign_credit, needs_old_logprobs
+from foveal.train.layout import PromptLayouts
 from foveal.train.optim import learning_rate
 from foveal.train.policy import Policy
 from foveal.train.scorer import TokenScorer
@@ -55,7 +56,7 @@ def make_policy(folder: Path, *overrides: str, budget: int = 10**6, shared: bool
     )
     model: Any = load_model(str(folder), dtype=torch.float32, device=CPU)
     scorer = TokenScorer(model, forbidden_ids=FORBIDDEN, temperature=TEMPERATURE, autocast=None)
-    packer = Packer(budget, shared, lambda p: p.features or {}, model, CPU)
+    packer = Packer(budget, shared, PromptLayouts(model, lambda p: p.features or {}), CPU)
     policy = Policy(config, scorer, packer, packer)
     policy.optimizer = Recorder(model.parameters(), lr=1.0)
     return policy

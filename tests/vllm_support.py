@@ -19,6 +19,7 @@ from foveal.models.loading import load_model
 from foveal.models.named_tensors import named_tensors
 from foveal.quickstart.tiny import build_tiny
 from foveal.rollout.vllm_engine import VllmEngine
+from foveal.train.layout import PromptLayouts
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
 from foveal.types import Group, Media, Prompt
@@ -77,8 +78,7 @@ class Side:
         packer = Packer(
             budget=4096,
             shared_prefix=True,
-            features=self.processing.features,
-            model=self.model,
+            layouts=PromptLayouts(self.model, self.processing.features),
             device=torch.device("cpu"),
         )
         responses = [r for g in groups for r in g.responses if len(r.token_ids)]

@@ -10,19 +10,28 @@ import torch
 
 from foveal.algorithm import get_advantage
 from foveal.config import Config
+from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
 from foveal.models.attention import install
-from foveal.models.flops import peak_flops, training_flops
-from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
+from foveal.models.feature_store import FeatureStore
+from foveal.models.loading import DTYPES, load_model
 from foveal.models.named_tensors import named_tensors
+from foveal.models.parts import freeze_parts
+from foveal.models.recompute import set_checkpointing
+from foveal.models.vision import same_features, vision_tower
 from foveal.rollout.engine import RolloutEngine, choose_engine
 from foveal.rollout.transformers_engine import TransformersEngine
+from foveal.track import console
+from foveal.train.budget import initial_budget, set_budgets
 from foveal.train.checkpoint import load_actor, load_trained, save_actor
 from foveal.train.critic import Critic, load_critic
 from foveal.train.forward import autocast_dtype
+from foveal.train.layout import PromptLayouts
+from foveal.train.meter import Meter
+from foveal.train.offload import Parking, Part, phase_parkings
 from foveal.train.policy import Policy
 from foveal.train.scorer import TokenScorer
-from foveal.train.scoring import Packer, token_budget, write_logprobs
+from foveal.train.scoring import Packer, write_logprobs
 from foveal.types import Group, Metrics, Prompt, Sampling
 
 
@@ -46,38 +55,35 @@ class Worker:
         actor = config.worker.actor
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
         vllm = self._start_vllm(images) if choose_engine(config) == "vllm" else None
-        dtype = actor.fsdp.torch_dtype or "fp32"
+        dtype = actor.weights_dtype
         model: Any
         if checkpoint is None:
             model = self._load(dtype)
         else:
             model = load_trained(checkpoint, dtype=DTYPES[dtype]).to(self.device)
             install(model)
-        if actor.model.freeze_vision_tower:
-            freeze_vision_tower(model)
+        freeze_parts(model, actor.model)
         self.scorer = scorer = self._scorer(model)
         model.eval()
         self.model = model
-        self.experience_packer = self._packer(actor.micro_batch_size_per_device_for_experience)
+        self.layouts = PromptLayouts(model, processing.features)
+        self.experience_packer = self._packer()
         self.policy: Policy | None = None
         self.reference: TokenScorer | None = None
         self.critic: Critic | None = None
         if train:
-            if actor.model.enable_gradient_checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            set_checkpointing(model, actor.model.enable_gradient_checkpointing)
             if config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
-            self.policy = Policy(
-                config,
-                scorer,
-                self._packer(actor.micro_batch_size_per_device_for_update),
-                self.experience_packer,
-                self.reference,
-            )
+                self._share_features()
+            self.policy = Policy(config, scorer, self._packer(), self.experience_packer, self.reference)
             if get_advantage(config.algorithm.adv_estimator).needs_values:
                 self.critic = load_critic(config, processing, self.device)
+            set_budgets(config, {"actor": self.policy} | ({"critic": self.critic} if self.critic else {}), self.device)
+            self._compile()
+        self.meter = self._start_meter()
         self.weight_version = 0
         self.engine: RolloutEngine = vllm or TransformersEngine(
             model,
@@ -88,6 +94,8 @@ class Worker:
             autocast_dtype=scorer.autocast,
         )
         self._engine_awake = False
+        # on a CPU the device's memory is the host's
+        self.parked = {} if self.device.type == "cpu" else self._parkings()
 
     def _start_vllm(self, images: int) -> RolloutEngine:
         from foveal.rollout.vllm_engine import VllmEngine
@@ -115,69 +123,152 @@ class Worker:
             forbidden_ids=self.processing.forbidden_ids,
             temperature=self.config.worker.rollout.temperature,
             autocast=autocast_dtype(model, self.config.worker.actor.fsdp, self.device),
+            store=FeatureStore(),
+            offload=self.config.worker.actor.model.activation_offload,
         ).to(self.device)
 
-    def _packer(self, responses: int) -> Packer:
-        actor = self.config.worker.actor
+    def _share_features(self) -> None:
+        """Lets the reference use what the policy's vision tower made of a picture, and the other way round, where
+        both make the same of it."""
+        if self.reference is None:
+            return
+        ours, theirs = self.scorer, self.reference
+        same = ours.autocast == theirs.autocast and same_features(vision_tower(ours.model), vision_tower(theirs.model))
+        theirs.store = ours.store if same else None  # alone it sees each picture once a step
+
+    def _forget_step(self) -> None:
+        """Drops what was kept of prompts and pictures for the passes of one step."""
+        self.layouts.clear()
+        if self.critic:
+            self.critic.forget_step()
+        for scorer in (self.scorer, self.reference):
+            if scorer is not None and scorer.store is not None:
+                scorer.store.clear()
+
+    def _packer(self) -> Packer:
         return Packer(
-            budget=token_budget(self.config, responses),
-            shared_prefix=actor.shared_prefix,
-            features=self.processing.features,
-            model=self.model,
+            budget=initial_budget(self.config),
+            shared_prefix=self.config.worker.actor.shared_prefix,
+            layouts=self.layouts,
             device=self.device,
         )
+
+    def _compile(self) -> None:
+        """Compiles the layers of all models where `worker.actor.use_torch_compile` asks for it, on a GPU."""
+        actor, critic = self.config.worker.actor, self.config.worker.critic
+        if not actor.use_torch_compile:
+            return
+        if self.device.type == "cpu":
+            console.note("nothing is compiled on a CPU (worker.actor.use_torch_compile)")
+            return
+        from foveal.models.compiling import compile_layers
+
+        compile_layers(self.model, vision=_keeps_blocks(actor.model))
+        if self.reference is not None:
+            compile_layers(self.reference.model, vision=True)
+        if self.critic is not None:
+            compile_layers(self.critic.scorer.model, vision=_keeps_blocks(critic.model))
+
+    def _start_meter(self) -> Meter:
+        meter = Meter(self.device, lambda prompt: [picture.grid for picture in self.layouts(prompt).pictures])
+        scorers = [self.scorer, self.reference, self.critic.scorer if self.critic else None]
+        for scorer in (scorer for scorer in scorers if scorer is not None):
+            meter.watch(scorer)
+        return meter
+
+    def _parkings(self) -> dict[Part, Parking]:
+        return phase_parkings(
+            self.config,
+            self.device,
+            actor=None if self.engine.dtype is None else self.model,  # such an engine samples with these very weights
+            optimizer=self.policy.optimizer if self.policy else None,
+            reference=self.reference,
+            critic=self.critic.scorer if self.critic else None,
+            critic_optimizer=self.critic.optimizer if self.critic else None,
+        )
+
+    def _fetch(self, *names: Part) -> None:
+        """Brings back what waits in host memory, after the engine has made room."""
+        self.rest_engine()
+        for name in names:
+            if name in self.parked:
+                self.parked[name].back()
+
+    def _weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield from named_tensors(self.model, dtype=self.engine.dtype)
+        if "actor" in self.parked:
+            self.parked["actor"].away()  # the engine has them, and takes memory for its cache next
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
         """Yields groups as they finish, their responses decoded. The engine wakes up for it, with today's weights."""
         if not self._engine_awake:
+            self._forget_step()
+            self._fetch("actor")
+            for name in self.parked.keys() - {"actor"}:
+                self.parked[name].away()
             self.engine.wake()
-            self.engine.update_weights(named_tensors(self.model, dtype=self.engine.dtype), self.weight_version)
+            self.engine.update_weights(self._weights(), self.weight_version)
             self._engine_awake = True
         skip = self.config.worker.reward.skip_special_tokens
         tokenizer = self.processing.tokenizer
         self.engine.submit(prompts, sampling, self.weight_version)
-        for group in self.engine.collect():
-            for response in group.responses:
-                response.text = str(tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip))
-            yield group
+        with self.meter.generation() as count:
+            for group in self.engine.collect():
+                for response in group.responses:
+                    response.text = str(tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip))
+                count(group)
+                yield group
 
     def old_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `old_logprobs`: those of the policy before the update."""
-        self.rest_engine()
-        self._trained.logprobs(groups)
+        self._fetch("actor")
+        with self.meter.phase("old", self.scorer, groups):
+            self._trained.logprobs(groups)
 
     def ref_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `ref_logprobs`: those of the policy that the run started from."""
         assert self.reference is not None
-        self.rest_engine()
-        write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
+        self._fetch("reference")
+        with self.meter.phase("ref", self.reference, groups):
+            write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
 
     def values(self, groups: Sequence[Group]) -> None:
         """Stores `values`: the critic's value of the state before each token."""
         assert self.critic is not None
-        self.rest_engine()
-        self.critic.values(groups)
+        self._fetch("critic")
+        with self.meter.phase("values", self.critic.scorer, groups):
+            self.critic.values(groups)
 
     def update_critic(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
         """One trainer step of the critic."""
         assert self.critic is not None
-        return self.critic.update(groups, step, total_steps)
+        self._fetch("critic", "critic optimizer")
+        passes = self.config.worker.critic.ppo_epochs
+        with self.meter.phase("update_critic", self.critic.scorer, groups, passes=passes):
+            return self.critic.update(groups, step, total_steps)
 
     def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
         """One trainer step; the engine samples with the new weights from then on."""
-        self.rest_engine()
-        metrics = self._trained.update(groups, step, total_steps, kl_coef)
+        exact_kl = self.config.algorithm.kl_in_loss and self.config.algorithm.kl_penalty == "full"
+        needed: list[Part] = ["actor", "actor optimizer"]
+        if exact_kl:
+            needed.append("reference")
+        self._fetch(*needed)
+        passes = self.config.worker.actor.ppo_epochs
+        with self.meter.phase("update_actor", self.scorer, groups, passes=passes):
+            metrics = self._trained.update(groups, step, total_steps, kl_coef)
+        self._forget_step()
         self.weight_version = step
         return metrics
 
-    def utilisation(self, tokens: int, seconds: float) -> Metrics:
-        """`perf/mfu_actor`: the share of the device's peak rate that an update over `tokens` tokens reached, where the
-        peak is known."""
-        peak = peak_flops(self.device)
-        return {"perf/mfu_actor": training_flops(self.model, tokens) / seconds / peak} if peak and seconds else {}
+    def performance(self, timings: dict[str, float]) -> Metrics:
+        """Rates and memory of what was done since the last call (`Meter.metrics`), given the seconds of each phase."""
+        return self.meter.metrics(timings)
 
     def save(self, folder: Path, *, model_only: bool) -> None:
         """Writes the folders `actor` and, where there is one, `critic` of a checkpoint."""
+        if any(parking.is_away for parking in self.parked.values()):
+            self._fetch(*self.parked)
         save_actor(
             folder / "actor",
             self.model,
@@ -191,9 +282,12 @@ class Worker:
 
     def load(self, folder: Path, step: int) -> None:
         """Reads weights, and the optimizer's state where one is trained, from the actor's folder of step `step`."""
+        self._fetch(*self.parked)
         load_actor(folder / "actor", self.model, self.policy.optimizer if self.policy else None)
         if self.critic:
             self.critic.load(folder / "critic")
+        self._forget_step()
+        self._share_features()
         self.weight_version = step
         self.rest_engine()
 
@@ -211,3 +305,8 @@ class Worker:
     def _trained(self) -> Policy:
         assert self.policy is not None, "this worker was built without an optimizer"
         return self.policy
+
+
+def _keeps_blocks(model: ModelConfig) -> bool:
+    """Whether no block of the vision tower is computed a second time for a backward pass."""
+    return not model.enable_gradient_checkpointing or "vision" in model.frozen_parts

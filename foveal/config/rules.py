@@ -23,7 +23,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
     """All rules between keys that the configuration breaks; those of training only where something is trained."""
     rules = [_data, _algorithm, _engine_limits, _val_sampling]
     if not config.trainer.val_only:
-        rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong]
+        rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong, _optimizers, _all_frozen]
     return [broken for rule in rules for broken in rule(config)]
 
 
@@ -43,18 +43,10 @@ def missing(config: Config, *, scored: bool = True) -> list[str]:
 def unsupported(config: Config) -> list[str]:
     """A line for each thing that the configuration asks for and this version does not do yet."""
     lines = []
-    trained = [] if config.trainer.val_only else ["worker.actor"]
-    if trained and config.algorithm.uses_critic:
-        trained.append("worker.critic")
-    for role in trained:
+    for role in _trained_roles(config):
         for key in (f"{role}.fsdp.torch_dtype", f"{role}.fsdp.mp_param_dtype"):
             if config.value(key) == "fp16":
                 lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
-        if config.value(f"{role}.optim.strategy") == "adamw_bf16":
-            lines.append(
-                f"{role}.optim.strategy=adamw_bf16: not in this version yet; set {role}.optim.strategy=adamw and "
-                f"{role}.fsdp.torch_dtype=null"
-            )
         rank = config.value(f"{role}.model.lora.rank")
         if rank > 0:
             key = f"{role}.model.lora.rank"
@@ -68,6 +60,13 @@ def unsupported(config: Config) -> list[str]:
             source = "" if key in config.given else " (the default)"
             lines.append(f"{key}={config.value(key)}{source}: this version runs in one process; set {key}=1")
     return lines
+
+
+def _trained_roles(config: Config) -> list[str]:
+    """The sections of the models that the run trains."""
+    if config.trainer.val_only:
+        return []
+    return ["worker.actor", "worker.critic"] if config.algorithm.uses_critic else ["worker.actor"]
 
 
 def no_effect(config: Config, engine: Literal["vllm", "transformers"]) -> list[str]:
@@ -94,18 +93,24 @@ def no_effect(config: Config, engine: Literal["vllm", "transformers"]) -> list[s
 def remarks(config: Config) -> list[str]:
     """Lines about values that are accepted and may not do what their author meant."""
     actor = config.worker.actor
+    lines = [
+        f"{role}.fsdp.torch_dtype=bf16 with {role}.optim.strategy=adamw rounds most steps of a small learning rate "
+        f"away; {role}.optim.strategy=adamw_bf16 rounds them stochastically"
+        for role in _trained_roles(config)
+        if config.value(f"{role}.fsdp.torch_dtype") == "bf16" and config.value(f"{role}.optim.strategy") == "adamw"
+    ]
     if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
-        return [
+        lines.append(
             f"worker.actor.clip_ratio_low={actor.clip_ratio_low:g} with loss_type=cispo keeps importance ratios "
             f"within [{1 - actor.clip_ratio_low:g}, {1 + actor.clip_ratio_high:g}]; 1 means no lower bound"
-        ]
+        )
     steps = actor.ppo_epochs * config.data.rollout_batch_size // actor.global_batch_size
     if actor.loss_type == "policy_gradient" and steps > 1:
-        return [
+        lines.append(
             f"worker.actor.loss_type=policy_gradient with {steps} optimizer steps per batch: it has no importance "
             "ratio, so all but the first take answers of an older policy for the current one's"
-        ]
-    return []
+        )
+    return lines
 
 
 def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -117,22 +122,35 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
     if engine != "vllm":
         names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens dtype"
         yield "vLLM only", tuple(rollout + name for name in names.split())
-    names = "fsdp.enable_ fsdp.use_orig_params fsdp.fsdp_size fsdp.mp_reduce_dtype fsdp.mp_buffer_dtype offload."
+        yield "the transformers engine samples with these very weights", ("worker.actor.offload.offload_params",)
+    names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync"
     yield (
-        "one process: nothing is sharded or moved away",
-        tuple(section + name for section in sections for name in names.split()),
+        "one process: nothing is sharded",
+        tuple(f"{section}fsdp.{name}" for section in sections for name in names.split()),
     )
     yield (
         "sequences are always packed up to a number of tokens",
         tuple(section + name for section in sections for name in ("padding_free", "dynamic_batching")),
     )
+    yield from _no_effect_of_training(config)
     yield from _no_effect_of_algorithms(config)
     yield "the reference computes as the actor does", ("worker.ref.fsdp.mp_param_dtype",)
-    yield "nothing is compiled in this version", ("worker.actor.use_torch_compile",)
     yield "it meant vLLM's former engine", (rollout + "enable_chunked_prefill",)
     yield "vLLM's own statistics are never printed", (rollout + "disable_log_stats",)
     yield "no Ray in this version", ("trainer.ray_timeline",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
+
+
+def _no_effect_of_training(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    budget = config.worker.actor.token_budget
+    if budget != "easyr1":
+        names = ("micro_batch_size_per_device_for_update", "micro_batch_size_per_device_for_experience")
+        reason = f"worker.actor.token_budget is {budget}, not easyr1"
+        yield reason, tuple(f"worker.{role}.{name}" for role in ("actor", "critic") for name in names)
+    for role in _trained_roles(config):
+        for part in ("vision", "projector"):
+            if part in config.value(f"{role}.model").frozen_parts:
+                yield f"{role}.model: the {part} part is frozen", (f"{role}.optim.lr_{part}",)
 
 
 def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -240,6 +258,27 @@ def _overlong(config: Config) -> Iterator[BrokenRule]:
             ("worker.reward.overlong_buffer", "data.max_response_length"),
             f"worker.reward.overlong_buffer: {buffer} is above data.max_response_length ({longest}); "
             "every answer would be punished; lower it to that at most",
+        )
+
+
+def _optimizers(config: Config) -> Iterator[BrokenRule]:
+    for role in _trained_roles(config):
+        strategy, dtype = f"{role}.optim.strategy", f"{role}.fsdp.torch_dtype"
+        if config.value(strategy) == "adamw_bf16" and config.value(dtype) == "fp32":
+            yield BrokenRule(
+                (dtype, strategy),
+                f"{dtype}: fp32 given, but {strategy}=adamw_bf16 holds weights in bfloat16; set {dtype}=bf16 or null, "
+                f"or {strategy}=adamw",
+            )
+
+
+def _all_frozen(config: Config) -> Iterator[BrokenRule]:
+    model = config.worker.actor.model
+    if len(model.frozen_parts) == 3:
+        names = ("freeze_vision_tower", "freeze_projector", "freeze_language_model")
+        keys = tuple(f"worker.actor.model.{name}" for name in names)
+        yield BrokenRule(
+            keys, f"{keys[2]}: true given, but then nothing is trained; set one of {', '.join(names)} to false"
         )
 
 

@@ -15,6 +15,7 @@ def _split_at_commas(value: Any) -> Any:
     return value
 
 
+Checkpointing = bool | Literal["selective"]
 Modules = Annotated[str | list[str], BeforeValidator(_split_at_commas)]
 
 
@@ -42,27 +43,56 @@ class ModelConfig(Section):
     override_config: dict[str, Any] = Field(
         default_factory=dict, description="Values to set in the model's own configuration."
     )
-    enable_gradient_checkpointing: bool = Field(
+    enable_gradient_checkpointing: Checkpointing = Field(
         default=True,
-        description="Compute activations again in the backward pass: less memory, about a third more time.",
+        description="Compute activations again in the backward pass: less memory, about a third more time. `selective` "
+        "does so in every other layer.",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep in host memory what the backward pass needs of the forward pass; with gradient checkpointing "
+        "those are the inputs of the layers.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. EasyR1's schema has true."
     )
     freeze_vision_tower: bool = Field(default=False, description="Leave the weights of the vision tower as they are.")
+    freeze_projector: bool | None = Field(
+        default=None,
+        description="Leave the weights between vision tower and language model as they are; null means as "
+        "`freeze_vision_tower`.",
+    )
+    freeze_language_model: bool = Field(
+        default=False, description="Leave the weights of the language model as they are, its output layer included."
+    )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+
+    @property
+    def frozen_parts(self) -> frozenset[str]:
+        """Which of `vision`, `projector` and `language` are not trained."""
+        projector = self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector
+        frozen = {"vision": self.freeze_vision_tower, "projector": projector, "language": self.freeze_language_model}
+        return frozenset(part for part, is_frozen in frozen.items() if is_frozen)
 
 
 class OptimConfig(Section):
     """AdamW and its learning rate. Warm-up and schedule count trainer steps."""
 
     lr: Float = Field(default=1e-6, ge=0, description="Learning rate after warm-up.")
+    lr_vision: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None, description="The same for the vision tower; null means `lr`. Warm-up and schedule are shared."
+    )
+    lr_projector: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None, description="The same for what lies between vision tower and language model; null means `lr`."
+    )
     betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), description="Decay rates of AdamW's two moments."
     )
     weight_decay: Float = Field(default=1e-2, ge=0, description="Decoupled weight decay.")
-    strategy: Literal["adamw", "adamw_bf16"] = Field(
-        default="adamw", description="`adamw`, or `adamw_bf16`, which holds weights and moments in bfloat16."
+    strategy: Literal["adamw", "adamw_bf16", "adamw_8bit"] = Field(
+        default="adamw",
+        description="`adamw`; `adamw_bf16`, which holds weights and moments in bfloat16 and rounds stochastically; "
+        "`adamw_8bit`, which holds moments in 8 bits. The last two need torchao (`pip install 'foveal[lowmem]'`).",
     )
     lr_warmup_ratio: Float = Field(
         default=0.0,
@@ -96,7 +126,9 @@ class FsdpConfig(Section):
         description="A switch of FSDP1; FSDP2 always keeps the original parameters.",
     )
     torch_dtype: Dtype | None = Field(
-        default=None, description="Type in which weights are held and updated; null means fp32 for what is trained."
+        default=None,
+        description="Type in which weights are held and updated; null means fp32 for what is trained, bf16 with "
+        "`optim.strategy: adamw_bf16`.",
     )
     fsdp_size: PositiveOrOff = Field(
         default=-1,
@@ -105,22 +137,28 @@ class FsdpConfig(Section):
     mp_param_dtype: Dtype = Field(default="bf16", description="Type of weights and activations in computation.")
     mp_reduce_dtype: Dtype = Field(default="fp32", description="Type in which gradients are summed over devices.")
     mp_buffer_dtype: Dtype = Field(default="fp32", description="Type of buffers; FSDP2 leaves buffers as they are.")
+    gradient_sync: Literal["auto", "every", "last"] = Field(
+        default="auto",
+        description="When gradients are summed over devices: after `every` micro-batch, or after the `last` of an "
+        "optimizer step, which keeps them whole on each device until then. `auto`: the latter where they take at most "
+        "a tenth of a device's memory. Results do not depend on it.",
+    )
 
 
 class OffloadConfig(Section):
-    """What may wait in host memory. true allows it; it is done when memory needs it."""
+    """What waits in host memory while it is not used. On a CPU nothing moves."""
 
-    offload_params: bool = Field(default=False, description="Weights may move to host memory while they are not used.")
+    offload_params: bool = Field(default=False, description="Move weights to host memory while answers are sampled.")
     offload_optimizer: bool = Field(
         default=False,
-        description="Optimizer states may move to host memory between updates.",
+        description="Move optimizer states to host memory while answers are sampled, and back for the update.",
     )
 
 
 class RefOffloadConfig(Section):
-    """What of the reference may wait in host memory."""
+    """What of the reference waits in host memory. On a CPU nothing moves."""
 
-    offload_params: bool = Field(default=False, description="Weights may move to host memory while they are not used.")
+    offload_params: bool = Field(default=False, description="Move weights to host memory while answers are sampled.")
 
 
 class TrainedConfig(Section):
@@ -132,8 +170,8 @@ class TrainedConfig(Section):
     )
     micro_batch_size_per_device_for_update: Positive = Field(
         default=4,
-        description="Answers per forward and backward pass. It sets a budget of this many times the longest sequence, "
-        "in tokens; results do not depend on it.",
+        description="Answers per forward and backward pass, where `worker.actor.token_budget` is `easyr1`: a budget of "
+        "this many times the longest sequence, in tokens; results do not depend on it.",
     )
     micro_batch_size_per_device_for_experience: Positive = Field(
         default=16, description="The same for passes without gradient (log-probabilities, values)."
@@ -146,4 +184,9 @@ class TrainedConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Precision and sharding.")
-    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="What may wait in host memory.")
+    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="What waits in host memory.")
+
+    @property
+    def weights_dtype(self) -> Literal["bf16", "fp16", "fp32"]:
+        """The type in which the weights are held and updated."""
+        return self.fsdp.torch_dtype or ("bf16" if self.optim.strategy == "adamw_bf16" else "fp32")

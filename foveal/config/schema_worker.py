@@ -47,14 +47,19 @@ class ActorConfig(TrainedConfig):
     entropy_coef: Float = Field(
         default=0.0, ge=0, description="Weight of the mean token entropy, which is taken from the loss as a bonus."
     )
-    use_torch_compile: bool = Field(default=True, description="Compile parts of the forward pass where that helps.")
+    use_torch_compile: bool = Field(
+        default=True,
+        description="Compile the layers of all models on a GPU. Blocks of the vision tower only where they are frozen or "
+        "not checkpointed.",
+    )
     shared_prefix: bool = Field(
         default=True,
         description="Compute a prompt and its images once for all its answers. Results are the same without.",
     )
-    token_budget: Literal["easyr1"] | Positive = Field(
-        default="easyr1",
-        description="Tokens per pass. `easyr1`: micro batch size × (max_prompt_length + max_response_length).",
+    token_budget: Literal["auto", "easyr1"] | Positive = Field(
+        default="auto",
+        description="Tokens per pass, of actor, reference and critic; results do not depend on it. `auto`: as many as "
+        "the memory allows. `easyr1`: micro batch size × (max_prompt_length + max_response_length).",
     )
 
 
@@ -78,7 +83,7 @@ class RefConfig(Section):
 
     strategy: Literal["fsdp"] = Field(default="fsdp", description="No effect: there is one way to shard.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Precision and sharding.")
-    offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig, description="What may wait in host memory.")
+    offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig, description="What waits in host memory.")
 
 
 class RolloutConfig(Section):

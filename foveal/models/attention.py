@@ -7,6 +7,7 @@ a padded batch, say) is plain scaled-dot-product attention.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+# torch 2.11 shares key heads without being asked; from 2.13 the argument is needed.
+_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 TEXT_NAME = "foveal"
 VISION_NAME = "foveal_flash"
@@ -86,7 +91,7 @@ class Segments:
 
         Returns:
             tokens: (B, W) int64, the token in each place of a block, 0 in padding.
-            filled: (B, W) bool, whether a place holds a token.
+            places: (T,) int64, where each token stands among the B·W places.
             visible: (B, 1, W, W) bool, which key places a query place sees; padding sees itself alone.
         """
         block_of: list[int] = []
@@ -114,7 +119,20 @@ class Segments:
         prompt = (prompt_of[:, :, None] == run[:, None, :]) & (prompt_of >= 0)[:, :, None]
         visible = (own | prompt) & filled[:, None, :]
         visible |= torch.eye(width, dtype=torch.bool, device=self.device)
-        return index, filled, visible.unsqueeze(1)
+        places = torch.empty(sum(self.lengths), dtype=torch.int64, device=self.device)
+        places[index[filled]] = filled.flatten().nonzero().squeeze(1)
+        return index, places, visible.unsqueeze(1)
+
+    def prepare(self) -> None:
+        """Makes the tables that attention on this device reads.
+
+        A compiled layer then finds them as tensors; made inside it, they would break it in two and tie it to these
+        lengths.
+        """
+        if self.device.type == "cuda":
+            _ = self.cu_q, self.cu_k, self.key_index, self.max_q, self.max_k
+        else:
+            _ = self.blocks
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -139,13 +157,11 @@ def reference_attention(
     Returns:
         (T, H, D)
     """
-    tokens, filled, visible = segments.blocks
+    tokens, places, visible = segments.blocks
     q, k, v = (x[tokens].transpose(1, 2) for x in (query, key, value))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(1, 2)
-    result = out.new_empty(query.shape)
-    result[tokens[filled]] = out[filled]
-    return result
+    return out.flatten(0, 1)[places]
 
 
 def _varlen(
@@ -159,23 +175,12 @@ def _varlen(
     scale: float | None,
 ) -> torch.Tensor:
     """One call of PyTorch's variable-length kernel (CUDA, 16-bit). Causal alignment is to the bottom right."""
-    from torch.nn.attention.varlen import varlen_attn
-
     extra: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
-    if query.shape[1] != key.shape[1] and _takes_enable_gqa():
+    if query.shape[1] != key.shape[1] and _TAKES_ENABLE_GQA:
         extra["enable_gqa"] = True
     out = varlen_attn(query, key, value, cu[0], cu[1], longest[0], longest[1], scale=scale, **extra)
     assert isinstance(out, torch.Tensor)  # a tuple only where the log-sum-exp is asked for
     return out
-
-
-def _takes_enable_gqa() -> bool:
-    """torch 2.11 shares key heads without being asked; from 2.13 the argument is needed."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _kernel_dtype(query: torch.Tensor) -> torch.dtype | None:
@@ -249,31 +254,25 @@ def vision_attention(
     assert cu_seq_lens_q is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     dtype = _kernel_dtype(q)
-    lengths = cu_seq_lens_q.diff()
-    longest = int(max_length_q) if max_length_q is not None else int(lengths.max())
     if dtype is not None:
         cu = cu_seq_lens_q.to(torch.int32)
+        longest = int(max_length_q) if max_length_q is not None else int(cu.diff().max())
         out = _varlen(q.to(dtype), k.to(dtype), v.to(dtype), (cu, cu), (longest, longest), causal=False, scale=scaling)
         return out.unsqueeze(0), None
-    return _reference_vision(q, k, v, lengths, scaling).unsqueeze(0), None
+    return _reference_vision(q, k, v, cu_seq_lens_q, scaling).unsqueeze(0), None
 
 
 def _reference_vision(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """(T, H, D): each picture attends to itself; pictures of equal size go in one batched call."""
-    sizes = lengths.tolist()
-    if len(set(sizes)) == 1:
-        split = [x.view(len(sizes), sizes[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(split[0], split[1], split[2], scale=scale)
-        return out.transpose(1, 2).reshape(q.shape)
-    pieces = [
-        F.scaled_dot_product_attention(a.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1), scale=scale).transpose(
-            0, 1
-        )
-        for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-    ]
-    return torch.cat(pieces)
+    """(T, H, D): each picture (or window) attends to itself; those of equal size go in one batched call."""
+    lengths = ends.diff()
+    result = torch.empty_like(q)
+    for size in set(lengths.tolist()):
+        tokens = ends[:-1][lengths == size, None] + torch.arange(size, device=ends.device)
+        a, b, c = (x[tokens].transpose(1, 2) for x in (q, k, v))
+        result[tokens] = F.scaled_dot_product_attention(a, b, c, scale=scale).transpose(1, 2)
+    return result
 
 
 def _text_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

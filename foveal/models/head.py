@@ -14,7 +14,7 @@ from foveal.algorithm import entropy, kl_full
 _MASKED = -1.0e30
 """Logit of a forbidden id. Finite, so that its probability is exactly 0 without a NaN in any gradient."""
 
-_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Logits held at once (float32): 32 MB on a CPU, where more would fall out of the cache, and 1 GB on a GPU."""
 
 
@@ -86,14 +86,15 @@ def score_tokens(
             found.append(kl_full(logits, others))
         return torch.stack(found)
 
-    size = max(1, _CHUNK_ELEMENTS.get(head.hidden.device.type, 2**23) // head.weight.shape[0])
-    chunks = [slice(start, start + size) for start in range(0, len(targets), size)]
+    size = max(1, CHUNK_ELEMENTS.get(head.hidden.device.type, 2**23) // head.weight.shape[0])
+    # One chunk at least: a process without answers still takes part in the backward pass of a sharded model.
+    chunks = [slice(start, start + size) for start in range(0, max(1, len(targets)), size)]
     needs_grad = torch.is_grad_enabled() and (head.hidden.requires_grad or head.weight.requires_grad)
     pieces = []
     for rows in chunks:
         arguments = (head.hidden[rows], head.weight, head.bias, rows)
         pieces.append(checkpoint(chunk, *arguments, use_reentrant=False) if needs_grad else chunk(*arguments))
-    rows_of = iter(torch.cat(pieces, dim=1) if pieces else head.hidden.new_zeros(3, 0, dtype=torch.float32))
+    rows_of = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     return TokenScores(
         logprobs=next(rows_of),
         entropy=next(rows_of) if with_entropy else None,

@@ -9,8 +9,10 @@ from torch import nn
 
 from foveal.errors import ModelError
 from foveal.models.attention import install
+from foveal.models.experts import install_experts
 from foveal.models.families import family_of, read_config
-from foveal.models.positions import backbone
+from foveal.models.vision import vision_tower
+from foveal.models.widths import align_vision_mlps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,6 +36,68 @@ def load_model(
             `override_config` key that the configuration lacks.
     """
     from safetensors import SafetensorError
+
+    auto, config = _architecture(model_path, trust_remote_code, override_config, section)
+    try:
+        model, report = auto.from_pretrained(
+            model_path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
+    refuse_gaps(model_path, report, section)
+    _prepare(model, device)
+    model.to(device)
+    return model
+
+
+def empty_model(
+    model_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    section: str = "worker.actor.model",
+) -> nn.Module:
+    """The model that `load_model` gives, on the meta device: to be sharded, then filled by `filling.fill_weights`.
+
+    Args:
+        device: where it is to compute.
+
+    Raises:
+        ModelError: unsupported family, or an `override_config` key that the configuration lacks.
+    """
+    from transformers.initialization import no_init_weights
+
+    auto, config = _architecture(model_path, trust_remote_code, override_config, section)
+    with torch.device("meta"), no_init_weights():
+        model: Any = auto.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        )
+    model.tie_weights()
+    _prepare(model, device)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def _prepare(model: nn.Module, device: torch.device) -> None:
+    install(model)
+    install_experts(model)
+    tower = vision_tower(model)
+    if tower is not None and device.type == "cuda":
+        align_vision_mlps(tower)
+
+
+def _architecture(
+    model_path: str, trust_remote_code: bool, override_config: dict[str, Any] | None, section: str
+) -> tuple[Any, Any]:
+    """The auto class that builds the model, and the configuration with the user's changes."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
     family = family_of(read_config(model_path, section), model_path)
@@ -50,26 +114,10 @@ def load_model(
                 "values can be replaced. Change it in config.json, in a copy of the model's folder."
             )
         setattr(config, key, value)
-    auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
-    try:
-        model, report = auto.from_pretrained(
-            model_path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            attn_implementation="sdpa",
-            ignore_mismatched_sizes=True,  # refused below, with their names
-            output_loading_info=True,
-        )
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
-    _refuse_gaps(model_path, report, section)
-    install(model)
-    model.to(device)
-    return model
+    return AutoModelForImageTextToText if family.vision else AutoModelForCausalLM, config
 
 
-def _refuse_gaps(model_path: str, report: dict[str, Any], section: str) -> None:
+def refuse_gaps(model_path: str, report: dict[str, Any], section: str) -> None:
     """transformers fills weights that it doesn't find with random numbers and goes on."""
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     for fault, names in (
@@ -82,11 +130,3 @@ def _refuse_gaps(model_path: str, report: dict[str, Any], section: str) -> None:
                 f"{model_path}: {len(names)} weights {fault} ({listed}). Copy the model again, and see that "
                 f"config.json belongs to it and {section}.override_config keeps the sizes."
             )
-
-
-def freeze_vision_tower(model: nn.Module) -> None:
-    """Stops training of the vision tower (for the Qwen families that includes the merger that feeds the decoder)."""
-    tower = getattr(backbone(model), "visual", None)
-    if tower is None:
-        return
-    tower.requires_grad_(False)

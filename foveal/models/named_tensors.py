@@ -124,7 +124,11 @@ def _conversions_to_disk(model: nn.Module) -> list[Any]:
 def _full(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):  # gathered on the device, also where the shards wait in host memory
+        on_device: Any = tensor.to(tensor.device_mesh.device_type)
+        whole: torch.Tensor = on_device.full_tensor()
+        return whole
+    return tensor
 
 
 def _convert(

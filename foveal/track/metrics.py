@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from foveal.types import Group, Metrics, Response, trained_responses
 
@@ -91,26 +90,21 @@ def perf_metrics(total_tokens: int, step_seconds: float, n_devices: int) -> Metr
 
     Returns:
         `perf/{total_num_tokens,time_per_step,throughput}` (throughput in tokens per second and device), and
-        `memory_metrics` of this process.
+        `host_memory`. What the devices did is `foveal.train.meter`'s.
     """
     metrics: Metrics = {"perf/total_num_tokens": total_tokens, "perf/time_per_step": step_seconds}
     if step_seconds > 0 and n_devices > 0:
         metrics["perf/throughput"] = total_tokens / (step_seconds * n_devices)
-    return metrics | memory_metrics()
+    return metrics | host_memory()
 
 
-def memory_metrics() -> Metrics:
-    """Memory in GiB: `perf/max_memory_{allocated,reserved}_gb` of this process's CUDA device, as far as there is one in
-    use, and `perf/cpu_memory_used_gb` of the machine, where /proc tells."""
-    metrics: Metrics = {}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / _GIB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / _GIB
+def host_memory() -> Metrics:
+    """`perf/cpu_memory_used_gb`: memory of the machine in GiB that is in use, where /proc tells."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        kib = {name: int(rest.split()[0]) for name, _, rest in map(_split_at_colon, meminfo.read_text().splitlines())}
-        metrics["perf/cpu_memory_used_gb"] = (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / _GIB
-    return metrics
+    if not meminfo.exists():
+        return {}
+    kib = {name: int(rest.split()[0]) for name, _, rest in map(_split_at_colon, meminfo.read_text().splitlines())}
+    return {"perf/cpu_memory_used_gb": (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / _GIB}
 
 
 def _split_at_colon(line: str) -> tuple[str, str, str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from foveal.algorithm import aggregate
@@ -18,14 +17,22 @@ from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
 from foveal.errors import ModelError
 from foveal.models.families import read_config
-from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
+from foveal.models.feature_store import FeatureStore
+from foveal.models.loading import DTYPES, empty_model, load_model
+from foveal.models.parts import freeze_parts
+from foveal.models.recompute import set_checkpointing
+from foveal.train.budget import initial_budget
 from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
-from foveal.train.optim import build_optimizer, learning_rate
+from foveal.train.layout import PromptLayouts
+from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack
-from foveal.train.scoring import Packer, token_budget
+from foveal.train.peers import spread
+from foveal.train.retry import within_memory
+from foveal.train.scoring import Packer
+from foveal.train.sharding import reshard
 from foveal.train.state import load_state, save_state, write_manifest
-from foveal.train.step import optimizer_step
+from foveal.train.step import optimizer_batches, optimizer_step
 from foveal.types import Group, Metrics
 
 
@@ -37,11 +44,22 @@ class ValueScorer(nn.Module):
     Args:
         model: a Hugging Face model with the packed attention installed. It loses its language-model head.
         autocast: the type that matrix products run in where it isn't the weights' own, else None.
+        store: for what an untrained vision tower makes of pictures; whoever holds it clears it.
+        offload: what the backward pass needs waits in host memory.
     """
 
-    def __init__(self, model: Any, *, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        autocast: torch.dtype | None,
+        store: FeatureStore | None = None,
+        offload: bool = False,
+    ) -> None:
         super().__init__()
-        device = model.device
+        self.offload = offload
+        self.store = store
+        device = torch.device("cpu") if model.device.type == "meta" else model.device  # sharding moves it
         model.set_output_embeddings(None)
         self.model = model
         self.autocast = autocast
@@ -53,9 +71,10 @@ class ValueScorer(nn.Module):
         """(N,) float32: the value of the state before each response token of the pack."""
         device = pack.token_ids.device
         with autocast(device, self.autocast):
-            states = source_states(self.model, pack)
+            states = source_states(self.model, pack, self.store, offload=self.offload)
         with torch.autocast(device.type, enabled=False):
-            return F.linear(states.float(), self.head.weight, self.head.bias).squeeze(-1)
+            values: torch.Tensor = self.head(states.float())
+            return values.squeeze(-1)
 
 
 class Critic:
@@ -73,38 +92,54 @@ class Critic:
         self.scorer = scorer
         self.packer = packer
         self.experience_packer = experience_packer
-        self.optimizer = build_optimizer(scorer.parameters(), self.config.optim)
+        self.optimizer = build_optimizer(scorer, self.config.optim)
 
     @torch.no_grad()
     def values(self, groups: Sequence[Group]) -> None:
         """Stores (L,) the value of the state before each token as the column `values` of every trained response."""
         self.scorer.eval()
-        for pack in self.experience_packer.packs(groups):
-            pack.store("values", self.scorer(pack))
 
-    def update(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
+        def value() -> None:
+            for pack in self.experience_packer.packs(groups):
+                pack.store("values", self.scorer(pack))
+
+        within_memory(self.experience_packer, "the critic's values", value)
+        reshard(self.scorer)
+
+    def update(
+        self, groups: Sequence[Group], step: int, total_steps: int, sizes: Sequence[int] | None = None
+    ) -> Metrics:
         """Trains on one step's groups: `ppo_epochs` passes, one optimizer step per `global_batch_size` prompts.
 
         Every trained response needs the columns `values`, from before the update, and `returns`.
+
+        Args:
+            sizes: as in `Policy.update`.
 
         Returns:
             means over the step under EasyR1's names: `critic/vf_loss`, `vf_clipfrac`, `vpred_mean`, `grad_norm` and
             `lr`; and, where there were any, the numbers of optimizer steps with a gradient that was not finite
             (`critic/not_finite_steps`) and without an answer (`critic/empty_steps`), which changed nothing.
         """
-        rate = learning_rate(step, total_steps, self.config.optim)
-        for parameter_group in self.optimizer.param_groups:
-            parameter_group["lr"] = rate
+        rate = set_learning_rate(self.optimizer, step, total_steps, self.config.optim)
         self.scorer.train()
         sums: dict[str, float] = {}
         for _ in range(self.config.ppo_epochs):
-            for start in range(0, len(groups), self.config.global_batch_size):
-                batch = groups[start : start + self.config.global_batch_size]
-                stats = optimizer_step(self.optimizer, self.packer, batch, self._loss, self.config.max_grad_norm)
+            for _, batch in optimizer_batches(groups, self.config.global_batch_size, sizes):
+                stats = optimizer_step(
+                    self.optimizer, self.packer, batch, self._loss, self.config.max_grad_norm, "the critic's update"
+                )
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.scorer.eval()
         return _means(sums, rate)
+
+    def forget_step(self) -> None:
+        """Drops what was kept of prompts and pictures for the passes of one step."""
+        self.packer.layouts.clear()
+        self.experience_packer.layouts.clear()
+        if self.scorer.store is not None:
+            self.scorer.store.clear()
 
     def save(self, folder: Path, *, model_only: bool = False) -> None:
         """Writes the critic's folder of a checkpoint: weights with the value head, and the optimizer's state.
@@ -163,6 +198,7 @@ def check_critic_model(config: Config, processing: Processing) -> None:
 
 def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
     """Builds the critic: `worker.critic.model.model_path`, by default the actor's model, with a new value head.
+    In a process group it is sharded over all processes, and each must call this.
 
     Raises:
         ModelError: as `check_critic_model` and `load_model`.
@@ -171,34 +207,37 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
     critic = config.worker.critic
     section, source = _source(config)
     assert source.model_path is not None
-    model: Any = load_model(
+    several = dist.is_initialized()
+    build = empty_model if several else load_model
+    model: Any = build(
         source.model_path,
-        dtype=DTYPES[critic.fsdp.torch_dtype or "fp32"],
+        dtype=DTYPES[critic.weights_dtype],
         device=device,
         trust_remote_code=source.trust_remote_code,
         override_config=source.override_config,
         section=section,
     )
-    if critic.model.freeze_vision_tower:
-        freeze_vision_tower(model)
-    if critic.model.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    freeze_parts(model, critic.model)
+    set_checkpointing(model, critic.model.enable_gradient_checkpointing)
+    layouts = PromptLayouts(model, processing.features)
+    scorer = ValueScorer(
+        model,
+        autocast=None if several else autocast_dtype(model, critic.fsdp, device),
+        store=FeatureStore(),
+        offload=critic.model.activation_offload,
+    ).eval()
+    peers = spread(scorer, source.model_path, critic.fsdp, device, role="critic", section=section) if several else None
 
-    def packer(responses: int) -> Packer:
+    def packer() -> Packer:
         return Packer(
-            budget=token_budget(config, responses),
+            budget=initial_budget(config),
             shared_prefix=config.worker.actor.shared_prefix,
-            features=processing.features,
-            model=model,
+            layouts=layouts,
             device=device,
+            peers=peers,
         )
 
-    return Critic(
-        config,
-        ValueScorer(model, autocast=autocast_dtype(model, critic.fsdp, device)).eval(),
-        packer(critic.micro_batch_size_per_device_for_update),
-        packer(critic.micro_batch_size_per_device_for_experience),
-    )
+    return Critic(config, scorer, packer(), packer())
 
 
 def _source(config: Config) -> tuple[str, ModelConfig]:

@@ -8,23 +8,40 @@ import torch
 from torch import nn
 
 from foveal.config.schema_model import FsdpConfig
+from foveal.models.feature_store import FeatureStore
 from foveal.models.loading import DTYPES
 from foveal.models.positions import backbone
+from foveal.models.recompute import offloaded_activations
+from foveal.models.vision import encode
 from foveal.train.packing import Pack
 
 
-def source_states(model: nn.Module, pack: Pack) -> torch.Tensor:
+def source_states(
+    model: nn.Module, pack: Pack, store: FeatureStore | None = None, *, offload: bool = False
+) -> torch.Tensor:
     """(N, H): the last hidden state before each response token of the pack, which is what predicts it.
 
     Args:
         model: a Hugging Face model with the packed attention installed.
+        store: keeps the features of pictures that the model's training doesn't change, for the step's other passes.
+        offload: what the backward pass needs waits in host memory.
     """
-    output = backbone(model)(
-        input_ids=pack.token_ids,
-        position_ids=pack.position_ids,
-        use_cache=False,
-        segments=pack.segments,
-        **pack.features,
+    with offloaded_activations() if offload and torch.is_grad_enabled() else nullcontext():
+        return _source_states(model, pack, store)
+
+
+def _source_states(model: nn.Module, pack: Pack, store: FeatureStore | None) -> torch.Tensor:
+    base = backbone(model)
+    embeddings = base.get_input_embeddings()(pack.token_ids)
+    deep: dict[str, object] = {}
+    if pack.pictures:
+        tokens, *stacked = encode(base.visual, pack.pictures, store)
+        embeddings = embeddings.index_copy(1, pack.visual, tokens.to(embeddings.dtype).unsqueeze(0))
+        if stacked:
+            visual = torch.zeros_like(pack.token_ids, dtype=torch.bool).index_fill(1, pack.visual, True)
+            deep = {"visual_pos_masks": visual, "deepstack_visual_embeds": stacked}
+    output = getattr(base, "language_model", base)(
+        inputs_embeds=embeddings, position_ids=pack.position_ids, use_cache=False, segments=pack.segments, **deep
     )
     return output.last_hidden_state[0][pack.source]
 

@@ -8,12 +8,16 @@ pictures, which is what other trainers do; the numbers are the same, the work is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from foveal.models.attention import Segments
+from foveal.models.transfer import to_device
+from foveal.models.vision import Picture
+from foveal.train.layout import PromptLayout
 from foveal.types import Group, Prompt, Response
 
 
@@ -32,13 +36,14 @@ class Part:
 
 @dataclass
 class Pack:
-    """One micro-batch as flat tensors. T input tokens, N response tokens, R responses, A position axes.
+    """One micro-batch as flat tensors: T input tokens, V visual ones, N response tokens, R responses, A position axes.
 
     Attributes:
         token_ids: (1, T) int64.
         position_ids: (A, 1, T) int64 for M-RoPE models, (1, T) for others.
         segments: which keys each token sees.
-        features: pixel values and grids, once per prompt that is laid out; empty for text.
+        pictures: those of each prompt that is laid out, in the order of their tokens; empty for text.
+        visual: (V,) int64, the input tokens that stand for the pictures.
         source: (N,) int64, the input token whose hidden state predicts each response token.
         targets: (N,) int64, the response tokens.
         responses: the R responses in order; `lengths` are their token counts, summing to N.
@@ -47,7 +52,8 @@ class Pack:
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     segments: Segments
-    features: dict[str, torch.Tensor]
+    pictures: list[Picture]
+    visual: torch.Tensor
     source: torch.Tensor
     targets: torch.Tensor
     responses: list[Response]
@@ -59,20 +65,25 @@ class Pack:
 
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32: a per-token column of the responses, in order."""
-        values = np.concatenate([np.asarray(r.columns[name], dtype=np.float32) for r in self.responses])
+        values = _joined([np.asarray(r.columns[name], dtype=np.float32) for r in self.responses], np.float32)
         return torch.from_numpy(values).to(self.targets.device)
 
     @property
     def sampled_logprobs(self) -> torch.Tensor:
         """(N,) float32: the engine's log-probabilities."""
-        return torch.from_numpy(np.concatenate([r.logprobs for r in self.responses])).to(self.targets.device)
+        return torch.from_numpy(_joined([r.logprobs for r in self.responses], np.float32)).to(self.targets.device)
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """Writes (N,) values back as a column of each response that has none of that name yet."""
         flat = values.detach().float().cpu().numpy()
         ends = np.cumsum([len(r.token_ids) for r in self.responses])
-        for response, piece in zip(self.responses, np.split(flat, ends[:-1]), strict=True):
+        for response, piece in zip(self.responses, np.split(flat, ends)[:-1], strict=True):
             response.columns.setdefault(name, piece.copy())
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """One array; a micro-batch without responses has none to join."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def split_into_packs(groups: Sequence[Group], budget: int, shared_prefix: bool) -> list[list[Part]]:
@@ -111,8 +122,7 @@ def _pieces(group: Group, budget: int, shared_prefix: bool) -> Iterator[Part]:
 def build_pack(
     parts: Sequence[Part],
     *,
-    positions: Callable[[Prompt], torch.Tensor],
-    features: Callable[[Prompt], dict[str, torch.Tensor]],
+    layouts: Callable[[Prompt], PromptLayout],
     shared_prefix: bool,
     device: torch.device,
 ) -> Pack:
@@ -120,28 +130,27 @@ def build_pack(
 
     Args:
         parts: from `split_into_packs`.
-        positions: (A, P + 1) positions of a prompt and of the first token after it.
-        features: what the processor made of a prompt's media.
+        layouts: positions and pictures of a prompt.
     """
     layout = _Layout()
-    media: dict[str, list[torch.Tensor]] = {}
     for part in parts:
-        where = positions(part.prompt)
-        copies = [part.responses] if shared_prefix else [[r] for r in part.responses]
+        prompt = layouts(part.prompt)
+        if not shared_prefix:  # each copy brings pictures of its own
+            prompt = replace(prompt, pictures=[replace(picture, key=None) for picture in prompt.pictures])
+        copies = [part.responses] if shared_prefix or not part.responses else [[r] for r in part.responses]
         for responses in copies:
-            for name, value in features(part.prompt).items():
-                media.setdefault(name, []).append(value)
-            layout.add_prompt(part.prompt.expanded_ids, where)
+            layout.add_prompt(part.prompt.expanded_ids, prompt)
             for response in responses:
-                layout.add_response(response.token_ids, where[:, -1:])
+                layout.add_response(response.token_ids, prompt.positions[:, -1:])
     axes = torch.cat(layout.positions, dim=1)
     return Pack(
-        token_ids=torch.from_numpy(np.concatenate(layout.tokens)).unsqueeze(0).to(device),
-        position_ids=(axes if axes.shape[0] == 1 else axes.unsqueeze(1)).to(device),
+        token_ids=to_device(torch.from_numpy(np.concatenate(layout.tokens)).unsqueeze(0), device),
+        position_ids=to_device(axes if axes.shape[0] == 1 else axes.unsqueeze(1), device),
         segments=Segments(tuple(layout.lengths), tuple(layout.prefix), device),
-        features={name: torch.cat(values).to(device) for name, values in media.items()},
-        source=torch.from_numpy(np.concatenate(layout.source)).to(device),
-        targets=torch.from_numpy(np.concatenate(layout.targets)).to(device),
+        pictures=layout.pictures,
+        visual=to_device(torch.from_numpy(np.concatenate(layout.visual)), device),
+        source=to_device(torch.from_numpy(_joined(layout.source, np.int64)), device),
+        targets=to_device(torch.from_numpy(_joined(layout.targets, np.int64)), device),
         responses=[r for part in parts for r in part.responses],
     )
 
@@ -156,12 +165,16 @@ class _Layout:
         self.prefix: list[int] = []
         self.source: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
+        self.pictures: list[Picture] = []
+        self.visual: list[np.ndarray] = []
         self._total = 0
         self._prompt = -1
 
-    def add_prompt(self, ids: Sequence[int], positions: torch.Tensor) -> None:
+    def add_prompt(self, ids: Sequence[int], layout: PromptLayout) -> None:
         self._prompt = len(self.lengths)
-        self._add(np.asarray(ids, dtype=np.int64), positions[:, :-1], prefix=-1)
+        self.pictures += layout.pictures
+        self.visual.append(layout.visual + self._total)
+        self._add(np.asarray(ids, dtype=np.int64), layout.positions[:, :-1], prefix=-1)
         self._prompt_end = self._total - 1
 
     def add_response(self, ids: np.ndarray, first_position: torch.Tensor) -> None:

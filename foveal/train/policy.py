@@ -10,11 +10,12 @@ from torch import nn
 
 from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
-from foveal.train.optim import build_optimizer, learning_rate
+from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
-from foveal.train.step import optimizer_step
+from foveal.train.sharding import reshard
+from foveal.train.step import optimizer_batches, optimizer_step
 from foveal.types import Group, Metrics
 
 
@@ -43,7 +44,7 @@ class Policy:
         self.experience_packer = experience_packer
         self.reference = reference
         self._untouched = True  # the weights are still those that the step began with
-        self.optimizer = build_optimizer(scorer.model.parameters(), config.worker.actor.optim)
+        self.optimizer = build_optimizer(scorer.model, config.worker.actor.optim)
         self.loss = get_loss(config.worker.actor.loss_type)
 
     @property
@@ -54,31 +55,43 @@ class Policy:
         """Stores the current policy's log-probabilities as the column `old_logprobs` where there is none yet."""
         write_logprobs(self.scorer, self.experience_packer, groups, "old_logprobs")
 
-    def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
+    def update(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        total_steps: int,
+        kl_coef: float,
+        sizes: Sequence[int] | None = None,
+    ) -> Metrics:
         """Trains on one step's groups: `ppo_epochs` passes, one optimizer step per `global_batch_size` prompts.
 
         Every trained response needs the column `advantages`, with `use_kl_loss` also `ref_logprobs`. Where
         `old_logprobs` is absent the current log-probabilities take its place, which is the same thing as long as the
         step has one optimizer step.
 
+        Args:
+            sizes: among several processes, how many of this one's groups go into each optimizer step, as many steps in
+                each process; None for `global_batch_size` of them in each.
+
         Returns:
             means over the step, under EasyR1's names (`actor/pg_loss`, `actor/ppo_kl`, …).
         """
         actor = self.config.worker.actor
-        rate = learning_rate(step, total_steps, actor.optim)
-        for parameter_group in self.optimizer.param_groups:
-            parameter_group["lr"] = rate
+        rate = set_learning_rate(self.optimizer, step, total_steps, actor.optim)
         loss_of = partial(self._loss, kl_coef)
         self.scorer.train()
         sums: dict[str, float] = {}
         for epoch in range(actor.ppo_epochs):
-            for start in range(0, len(groups), actor.global_batch_size):
-                self._untouched = epoch == 0 and start == 0
-                batch = groups[start : start + actor.global_batch_size]
-                stats = optimizer_step(self.optimizer, self.packer, batch, loss_of, actor.max_grad_norm)
+            for number, batch in optimizer_batches(groups, actor.global_batch_size, sizes):
+                self._untouched = epoch == 0 and number == 0
+                stats = optimizer_step(
+                    self.optimizer, self.packer, batch, loss_of, actor.max_grad_norm, "the policy's update"
+                )
                 for name, value in stats.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.scorer.eval()
+        if self.reference is not None:
+            reshard(self.reference)
         return self._means(sums, rate, kl_coef)
 
     def _loss(

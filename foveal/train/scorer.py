@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from foveal.models.feature_store import FeatureStore
 from foveal.models.head import Head, TokenScores, head_of, score_tokens
 from foveal.train.forward import autocast, source_states
 from foveal.train.packing import Pack
@@ -18,13 +19,24 @@ class TokenScorer(nn.Module):
         forbidden_ids: ids that are never sampled; left out of the distribution here as in the engine.
         temperature: that of the sampler.
         autocast: the type that matrix products run in where it isn't the weights' own, else None.
+        store: for what an untrained vision tower makes of pictures; whoever holds it clears it.
+        offload: what the backward pass needs waits in host memory.
     """
 
     def __init__(
-        self, model: nn.Module, *, forbidden_ids: list[int], temperature: float, autocast: torch.dtype | None
+        self,
+        model: nn.Module,
+        *,
+        forbidden_ids: list[int],
+        temperature: float,
+        autocast: torch.dtype | None,
+        store: FeatureStore | None = None,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.offload = offload
+        self.store = store
         self.temperature = temperature
         self.autocast = autocast
         self.forbidden: torch.Tensor
@@ -54,4 +66,4 @@ class TokenScorer(nn.Module):
             return self._head(pack)
 
     def _head(self, pack: Pack) -> Head:
-        return Head(source_states(self.model, pack), *head_of(self.model))
+        return Head(source_states(self.model, pack, self.store, offload=self.offload), *head_of(self.model))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from foveal.config import Config
-from foveal.models.positions import prompt_positions
-from foveal.train.packing import Pack, build_pack, split_into_packs
+from foveal.train.layout import PromptLayouts
+from foveal.train.packing import Pack, Part, build_pack, split_into_packs
+from foveal.train.peers import Peers
+from foveal.train.retry import within_memory
 from foveal.train.scorer import TokenScorer
-from foveal.types import Group, Prompt
+from foveal.train.sharding import reshard
+from foveal.types import Group
 
 
 @dataclass
@@ -22,43 +23,41 @@ class Packer:
     Attributes:
         budget: input tokens of a micro-batch.
         shared_prefix: whether a group's prompt is laid out once.
-        features: what the processor made of a prompt's media.
-        model: decides the positions.
+        layouts: positions and pictures of a prompt.
         device: where the packs go.
+        peers: the processes that must run their micro-batches in step with this one; None for none.
+        parts: the micro-batch that was built last.
     """
 
     budget: int
     shared_prefix: bool
-    features: Callable[[Prompt], dict[str, torch.Tensor]]
-    model: Any
+    layouts: PromptLayouts
     device: torch.device
+    peers: Peers | None = None
+    parts: Sequence[Part] = field(default=(), init=False)
 
     def packs(self, groups: Sequence[Group]) -> Iterator[Pack]:
-        for parts in split_into_packs(groups, self.budget, self.shared_prefix):
-            yield build_pack(
-                parts,
-                positions=lambda p: prompt_positions(self.model, p.expanded_ids, self.features(p)),
-                features=self.features,
-                shared_prefix=self.shared_prefix,
-                device=self.device,
-            )
+        for parts in self.split(groups):
+            yield self.build(parts)
 
+    def split(self, groups: Sequence[Group]) -> list[list[Part]]:
+        """What goes into each micro-batch; among several processes as many micro-batches in each."""
+        micro_batches = split_into_packs(groups, self.budget, self.shared_prefix)
+        return self.peers.align(micro_batches) if self.peers else micro_batches
 
-def token_budget(config: Config, responses: int) -> int:
-    """Tokens of a micro-batch.
-
-    `worker.actor.token_budget` when it is a number; "easyr1" gives what EasyR1's keys stand for: responses per device ×
-    (prompt limit + response limit).
-    """
-    actor = config.worker.actor
-    if isinstance(actor.token_budget, int):
-        return actor.token_budget
-    return responses * (config.data.max_prompt_length + config.data.max_response_length)
+    def build(self, parts: Sequence[Part]) -> Pack:
+        self.parts = parts
+        return build_pack(parts, layouts=self.layouts, shared_prefix=self.shared_prefix, device=self.device)
 
 
 @torch.no_grad()
 def write_logprobs(scorer: TokenScorer, packer: Packer, groups: Sequence[Group], column: str) -> None:
     """Scores every trained response and stores its (L,) log-probabilities as a column."""
     scorer.eval()
-    for pack in packer.packs(groups):
-        pack.store(column, scorer(pack).logprobs)
+
+    def score() -> None:
+        for pack in packer.packs(groups):
+            pack.store(column, scorer(pack).logprobs)
+
+    within_memory(packer, f"the pass for {column}", score)
+    reshard(scorer)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from foveal.errors import CheckpointError
 from foveal.track import console
 from foveal.train.files import write_json
+from foveal.train.lowmem import quantized_moment
 from foveal.train.shards import Index, check_sizes, read_index, read_shards, shard_sizes, write_shards
 
 FORMAT = 1
@@ -153,13 +154,20 @@ def _optimizer_targets(index: Index, model: nn.Module, optimizer: torch.optim.Op
             name = names[parameter]
             scalars = parameter.device if on_device else torch.device("cpu")
             if name in saved:
-                targets[name] = {key: _room(entry, parameter, scalars) for key, entry in saved[name].items()}
+                targets[name] = {
+                    key: _room(entry, quantized_moment(optimizer, parameter, key), parameter, scalars)
+                    for key, entry in saved[name].items()
+                }
     return targets
 
 
-def _room(entry: Any, parameter: nn.Parameter, scalars: torch.device) -> torch.Tensor | None:
+def _room(
+    entry: Any, quantized: torch.Tensor | None, parameter: nn.Parameter, scalars: torch.device
+) -> torch.Tensor | None:
     if not isinstance(entry, TensorStorageMetadata):
         return None  # a plain value, which reading replaces
+    if entry.size == parameter.shape and quantized is not None:
+        return quantized
     if entry.size == parameter.shape:
         return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device if entry.size else scalars)

@@ -1,0 +1,148 @@
+"""How many tokens go into one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from foveal.config import Config
+from foveal.config.schema_model import TrainedConfig
+from foveal.models.feature_store import DEVICE_BYTES
+from foveal.models.head import CHUNK_ELEMENTS
+from foveal.models.loading import DTYPES
+from foveal.models.memory import Pass, budget, forward_bytes, head_bytes, tower_block, training_bytes
+from foveal.models.parts import part_of
+from foveal.track import console
+from foveal.train.scoring import Packer
+
+ON_CPU = 4096
+"""More is not faster: the caches are full long before."""
+
+MOST = 65_536
+"""More is not faster either, and a tensor of this many tokens times the width of an MLP nears 2³¹ numbers, which not
+every kernel can index."""
+
+_GIB = 1024**3
+
+
+class Trained(Protocol):
+    """A model that is trained: `Policy` or `Critic`."""
+
+    optimizer: torch.optim.Optimizer
+    packer: Packer
+    experience_packer: Packer
+
+    @property
+    def scorer(self) -> nn.Module: ...
+
+
+def initial_budget(config: Config) -> int:
+    """What a packer has until the models are loaded and `set_budgets` knows more."""
+    wanted = config.worker.actor.token_budget
+    return wanted if isinstance(wanted, int) else ON_CPU
+
+
+def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.device) -> None:
+    """Sets the budgets of all packers, and says which and why.
+
+    `worker.actor.token_budget` when it is a number; "easyr1" gives what EasyR1's keys stand for: responses per device ×
+    (prompt limit + response limit); "auto" the largest that the memory allows.
+
+    Args:
+        models: `actor` and, where there is one, `critic`. The reference must be loaded too.
+    """
+    wanted = config.worker.actor.token_budget
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    measured = wanted == "auto" and device.type == "cuda"
+    free = _free_bytes([model.optimizer for model in models.values()], device) if measured else 0
+    for role, model in models.items():
+        keys: TrainedConfig = config.value(f"worker.{role}")
+        if isinstance(wanted, int):
+            update = experience = wanted
+            reason = ""
+        elif wanted == "easyr1":
+            update = keys.micro_batch_size_per_device_for_update * longest
+            experience = keys.micro_batch_size_per_device_for_experience * longest
+            reason = ": micro batch sizes × (prompt limit + response limit)"
+        elif device.type != "cuda":
+            update = experience = ON_CPU
+            reason = f" on a {device.type.upper()}"
+        else:
+            update, experience, reason = _largest(config, keys, model.scorer, free)
+        model.packer.budget, model.experience_packer.budget = update, experience
+        console.note(
+            f"{role}: passes of up to {update:,} tokens with gradient and {experience:,} without "
+            f"(worker.actor.token_budget={wanted}{reason})"
+        )
+
+
+def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) -> tuple[int, int, str]:
+    """Tokens with gradient and without, and why."""
+    how = _pass(config, keys, scorer)
+    fixed = head_bytes(CHUNK_ELEMENTS["cuda"])
+    tower = [p for name, p in scorer.named_parameters() if part_of(name) == "vision"]
+    tower_trained = any(p.requires_grad for p in tower)
+    if tower and not tower_trained:
+        fixed += DEVICE_BYTES  # features of pictures are kept
+    if how.stream != how.compute:  # autocast keeps a copy of each weight
+        fixed += how.compute * sum(p.numel() for p in scorer.parameters())
+    sizes = _sizes(scorer)
+    training = training_bytes(sizes, how, tower_trained=tower_trained)
+    room = free - fixed
+    return (
+        budget(room, training, MOST),
+        budget(room, forward_bytes(sizes, how), MOST),
+        f": {max(room, 0) / _GIB:.1f} GiB are left for activations, {training / 2**20:.2f} MiB a token with gradient",
+    )
+
+
+def _sizes(scorer: Any) -> Any:
+    """The configuration of the scorer's model."""
+    return scorer.model.config
+
+
+def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
+    weights = DTYPES[keys.weights_dtype].itemsize
+    compute = scorer.autocast.itemsize if scorer.autocast else weights
+    if any(isinstance(p, DTensor) for p in scorer.parameters()):  # gathered in the type that is computed in
+        weights = compute = DTYPES[keys.fsdp.mp_param_dtype].itemsize
+    prompt, answer, n = config.data.max_prompt_length, config.data.max_response_length, config.worker.rollout.n
+    if not config.worker.actor.shared_prefix:
+        n = 1
+    return Pass(
+        stream=weights,
+        compute=compute,
+        keys_per_token=(prompt + n * (prompt + answer)) / (prompt + n * answer) if n > 1 else 1.0,
+        # All of the prompt, in groups whose answers are half as long as they may be.
+        visual=prompt / (prompt + n * answer / 2) if tower_block(_sizes(scorer)) else 0.0,
+        checkpointing=keys.model.enable_gradient_checkpointing,
+        offload=keys.model.activation_offload,
+    )
+
+
+def _free_bytes(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
+    """What the device has free, less the gradients and optimizer states that are still to come."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    gradients, states = 0, 0
+    for optimizer in optimizers:
+        weights = [_local(p) for group in optimizer.param_groups for p in group["params"]]
+        gradients = max(gradients, sum(p.nbytes for p in weights if p.device == device))
+        if not optimizer.state:
+            states += state_bytes(optimizer, weights)
+    return free - gradients - states
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> int:
+    """Bytes of the two moments of each weight."""
+    in_8_bits = getattr(optimizer, "block_size", math.inf) < math.inf  # numbers that share a scale
+    return sum(2 * (p.numel() if in_8_bits else p.nbytes) for p in weights)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,94 @@
+"""AdamW with small states, by torchao: bfloat16 weights and moments with stochastic rounding, or 8-bit moments.
+
+Rounding to nearest loses every step that is smaller than half the distance to the next bfloat16 number, about 1/512 of
+the weight: at the rates of reinforcement learning nearly all of them. Rounding up with the probability of the part that
+is cut off keeps the mean of the steps (Zamirai et al. 2020, "Revisiting BFloat16 Training").
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from foveal.config import Config
+from foveal.errors import ConfigError
+
+
+def check_torchao(config: Config) -> None:
+    """Checks, before a device is taken, that the library is there where the configuration needs it.
+
+    Raises:
+        ConfigError: torchao is missing.
+    """
+    for role in ("actor", "critic") if config.algorithm.uses_critic else ("actor",):
+        strategy = config.value(f"worker.{role}.optim.strategy")
+        if strategy != "adamw" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                f"worker.{role}.optim.strategy: {strategy} given, which needs torchao, and that is not installed. "
+                f"Install it with `pip install 'foveal[lowmem]'`, or set worker.{role}.optim.strategy=adamw"
+            )
+
+
+def small_adamw(strategy: str, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """torchao's AdamW. bfloat16 weights are rounded stochastically.
+
+    Args:
+        strategy: `adamw_bf16`: moments in the weights' own type. `adamw_8bit`: in blocks of 256 numbers with 8 bits
+            each and a scale (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"); tensors of fewer
+            than 4,096 numbers, or not a multiple of 256, keep the weights' type.
+        groups: parameter groups.
+        options: lr, betas, weight_decay.
+    """
+    from torchao.optim import AdamW8bit, _AdamW
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class Adam8bit(AdamW8bit):
+        @staticmethod
+        def _subclass_zeros(p: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
+            # In the weights' bfloat16, as torchao has it, a sharded moment is taken for float32 halfway and refused.
+            return OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=torch.float32)
+
+    kind = _AdamW if strategy == "adamw_bf16" else Adam8bit
+    return kind(groups, bf16_stochastic_round=True, **options)
+
+
+def quantized_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+    """An empty moment as the optimizer itself would make it, where it holds that one in 8 bits; else None.
+
+    Args:
+        key: its name in the optimizer's state, as `exp_avg`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not hasattr(optimizer, "_new_buffer"):
+        return None
+    moment = optimizer._new_buffer(parameter, key == "exp_avg")
+    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    return moment if is_traceable_wrapper_subclass(local) else None
+
+
+@contextmanager
+def repeatable_rounding(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Random numbers of stochastic rounding that depend only on how many steps were taken, so that a resumed run rounds
+    as an uninterrupted one; and on a CPU no compiler is needed.
+
+    All processes draw the same numbers: copies of a weight on several devices stay equal.
+    """
+    if not hasattr(optimizer, "bf16_stochastic_round"):
+        yield
+        return
+    steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    device = optimizer.param_groups[0]["params"][0].device
+    on_cuda = device.type == "cuda"
+    with ExitStack() as held:
+        held.enter_context(torch.random.fork_rng([device] if on_cuda else []))
+        if not on_cuda:
+            held.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.manual_seed(steps)
+        yield
