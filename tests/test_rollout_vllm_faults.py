@@ -120,6 +120,22 @@ def test_long_answers_are_progress(side: Side, monkeypatch: pytest.MonkeyPatch) 
     assert not ended
 
 
+def test_a_sleep_that_fails_is_explained(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side.engine, "on_cpu", False)
+    monkeypatch.setattr(side.engine.core, "sleep", lambda *_: failing("Memory usage increased after sleeping.")())
+    with pytest.raises(EngineError, match="another process uses the same device"):
+        side.engine.sleep()
+
+
+def test_a_cache_that_is_not_emptied_ends_the_engine(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "reset_prefix_cache", lambda: False)
+        with pytest.raises(EngineError, match="former weights"):
+            side.hand_over()
+    with pytest.raises(EngineError, match="former weights"):
+        side.engine.submit(side.prompts([0]), SAMPLING, 0)
+
+
 def test_an_engine_without_weights_takes_no_prompts(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side.engine, "_version", None)
     with pytest.raises(EngineError, match="no weights yet"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from foveal.algorithm import get_advantage
+from foveal.cluster.room import check_room
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.models.attention import install
@@ -17,6 +19,7 @@ from foveal.models.loading import DTYPES, freeze_vision_tower, load_model
 from foveal.models.named_tensors import named_tensors
 from foveal.rollout.engine import RolloutEngine, choose_engine
 from foveal.rollout.transformers_engine import TransformersEngine
+from foveal.track.console import note
 from foveal.train.checkpoint import load_actor, load_trained, save_actor
 from foveal.train.critic import Critic, load_critic
 from foveal.train.forward import autocast_dtype
@@ -94,8 +97,14 @@ class Worker:
 
         model_path = self.config.worker.actor.model.model_path
         assert model_path is not None
+        if self.device.type == "cuda":
+            check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory)
+            note("starting vLLM: one to two minutes, most of it for compiling")
+        started = time.perf_counter()
         engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
         engine.sleep()
+        seconds = time.perf_counter() - started
+        note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
         return engine
 
     def _load(self, dtype: str) -> Any:
