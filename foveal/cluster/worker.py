@@ -99,7 +99,7 @@ class Worker:
         assert model_path is not None
         if self.device.type == "cuda":
             check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory)
-            note("starting vLLM: one to two minutes, most of it for compiling")
+        note(f"starting vLLM: {'one to two minutes' if self.device.type == 'cuda' else 'about ten seconds'}")
         started = time.perf_counter()
         engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
         engine.sleep()

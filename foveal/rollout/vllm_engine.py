@@ -18,12 +18,12 @@ import torch.distributed as dist
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ConfigError, EngineError
-from foveal.rollout.engine import RolloutEngine
+from foveal.rollout.engine import RolloutEngine, check_finite
 from foveal.rollout.vllm_failures import explain_failure
 from foveal.rollout.vllm_processes import process_count, set_ranks, shut_down
 from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
 from foveal.rollout.vllm_scheduler import with_bursts
-from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment
+from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment, quiet_libraries
 from foveal.rollout.watchdog import Watchdog
 from foveal.types import Group, Prompt, Response, Sampling
 
@@ -90,16 +90,10 @@ class VllmEngine(RolloutEngine):
         processes, keep_group = process_count(), dist.is_initialized()
         if processes > 1:
             set_ranks(device)
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor import Executor
-
         try:
-            vllm_config = create_config(
-                engine_arguments(config, processing, model_path, device.type, images, processes)
-            )
-            scheduler = vllm_config.scheduler_config
-            scheduler.scheduler_cls = with_bursts(scheduler.get_scheduler_cls())
-            self.core: Any = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+            with quiet_libraries():
+                arguments = engine_arguments(config, processing, model_path, device.type, images, processes)
+                vllm_config, self.core = _start(arguments)
         except ConfigError:
             raise
         except Exception as error:  # vLLM raises what it comes across
@@ -169,6 +163,7 @@ class VllmEngine(RolloutEngine):
 
         Raises:
             EngineError: the engine died, or makes no progress.
+            ModelError: the model's probabilities are not numbers.
         """
         while self._open or self._finished:
             if not self._finished:
@@ -249,7 +244,10 @@ class VllmEngine(RolloutEngine):
 
     def _finish(self, name: str, reason: str) -> None:
         job = self._open.pop(name)
-        job.answers[name].finish_reason = reason
+        answer = job.answers[name]
+        answer.finish_reason = reason
+        for logprobs in answer.logprobs:
+            check_finite(logprobs)
         job.unfinished -= 1
         if not job.unfinished:
             self._finished.append(job)
@@ -331,6 +329,16 @@ class VllmEngine(RolloutEngine):
         self._check_alive()
         if self._asleep or self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
+
+
+def _start(arguments: Any) -> tuple[Any, Any]:
+    """The configuration and the core of an engine."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    config = create_config(arguments)
+    config.scheduler_config.scheduler_cls = with_bursts(config.scheduler_config.get_scheduler_cls())
+    return config, EngineCore(config, Executor.get_class(config), log_stats=False)
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -57,6 +60,20 @@ def prepare_environment(device_type: str) -> None:
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """While vLLM is imported and started: torch's and its own warnings about their internals help nobody."""
+    torch_log = logging.getLogger("torch")
+    level = torch_log.level
+    torch_log.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch_log.setLevel(level)
 
 
 def engine_arguments(
