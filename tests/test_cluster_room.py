@@ -32,16 +32,16 @@ def test_parameters_are_those_of_the_loaded_model(folder: Path) -> None:
 def test_bytes_by_hand(folder: Path) -> None:
     """float32 weights and two moments take 12 bytes a weight, the bf16 reference 2."""
     count = count_parameters(str(folder))
-    assert held_bytes(config_for(folder)) == 14 * count
-    assert held_bytes(config_for(folder, "algorithm.disable_kl=true")) == 12 * count
-    assert held_bytes(config_for(folder, "worker.actor.fsdp.torch_dtype=bf16")) == 8 * count
-    assert held_bytes(config_for(folder, "trainer.val_only=true")) == 4 * count
+    assert held_bytes(config_for(folder), train=True) == 14 * count
+    assert held_bytes(config_for(folder, "algorithm.disable_kl=true"), train=True) == 12 * count
+    assert held_bytes(config_for(folder, "worker.actor.fsdp.torch_dtype=bf16"), train=True) == 8 * count
+    assert held_bytes(config_for(folder), train=False) == 4 * count
 
 
 def test_refuses_what_does_not_fit_and_says_what_does(folder: Path) -> None:
-    held = held_bytes(config_for(folder))
-    check_room(config_for(folder, "worker.rollout.gpu_memory_utilization=0.46"), 2 * held)
+    held = held_bytes(config_for(folder), train=True)
+    check_room(config_for(folder, "worker.rollout.gpu_memory_utilization=0.46"), 2 * held, train=True)
     with pytest.raises(ConfigError, match=r"0\.6 given.*set it to 0\.47 or less"):
-        check_room(config_for(folder), 2 * held)
+        check_room(config_for(folder), 2 * held, train=True)
     with pytest.raises(ConfigError, match="take a larger device"):
-        check_room(config_for(folder), held)
+        check_room(config_for(folder), held, train=True)

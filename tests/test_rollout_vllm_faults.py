@@ -64,6 +64,24 @@ def test_an_engine_that_failed_says_so_from_then_on(side: Side, monkeypatch: pyt
             call()
 
 
+def test_an_engine_that_was_interrupted_gives_no_answers_with_gaps(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = side.engine.core.step_fn, iter(range(3))
+
+    def interrupted() -> Any:
+        outputs = step()
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return outputs
+
+    side.engine.submit(side.prompts([0]), SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(side.engine.collect())
+    with pytest.raises(EngineError, match=r"in the middle of a step: KeyboardInterrupt"):
+        list(side.engine.collect())
+
+
 def test_memory_that_runs_out_names_the_keys_to_change(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     side.engine.submit(side.prompts([0]), SAMPLING, 0)
     with monkeypatch.context() as patched:

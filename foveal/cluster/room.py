@@ -17,7 +17,7 @@ KEPT_FREE = 0.03
 MOMENTS = 2
 
 
-def check_room(config: Config, total: int) -> None:
+def check_room(config: Config, total: int, *, train: bool) -> None:
     """Refuses a run whose trainer leaves less memory than `worker.rollout.gpu_memory_utilization` promises to vLLM.
 
     While answers are sampled the trainer keeps weights and optimizer states on the device. The states come with the
@@ -25,11 +25,12 @@ def check_room(config: Config, total: int) -> None:
 
     Args:
         total: bytes of the device.
+        train: whether there will be an optimizer and a reference policy.
 
     Raises:
         ConfigError: with the numbers, and the largest value that fits.
     """
-    held = held_bytes(config)
+    held = held_bytes(config, train=train)
     key = "worker.rollout.gpu_memory_utilization"
     given, fits = config.value(key), 1 - KEPT_FREE - held / total
     if given <= fits:
@@ -47,14 +48,14 @@ def check_room(config: Config, total: int) -> None:
     )
 
 
-def held_bytes(config: Config) -> int:
-    """Bytes of weights and optimizer states that stay on the device."""
+def held_bytes(config: Config, *, train: bool) -> int:
+    """Bytes of weights, and of optimizer states where `train` is set, that stay on the device."""
     worker = config.worker
     parameters = count_parameters(config.worker.actor.model.model_path or "")
-    held = 0 if config.trainer.val_only else parameters * MOMENTS * _size(worker.actor.fsdp)
-    held += parameters * _size(worker.actor.fsdp)
-    if config.trainer.val_only:
+    held = parameters * _size(worker.actor.fsdp)
+    if not train:
         return held
+    held *= 1 + MOMENTS
     if config.algorithm.uses_reference:
         held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize
     if config.algorithm.uses_critic:

@@ -48,7 +48,7 @@ class Worker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         actor = config.worker.actor
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
-        vllm = self._start_vllm(images) if choose_engine(config) == "vllm" else None
+        vllm = self._start_vllm(images, train=train) if choose_engine(config) == "vllm" else None
         dtype = actor.fsdp.torch_dtype or "fp32"
         model: Any
         if checkpoint is None:
@@ -92,13 +92,13 @@ class Worker:
         )
         self._engine_awake = False
 
-    def _start_vllm(self, images: int) -> RolloutEngine:
+    def _start_vllm(self, images: int, *, train: bool) -> RolloutEngine:
         from foveal.rollout.vllm_engine import VllmEngine
 
         model_path = self.config.worker.actor.model.model_path
         assert model_path is not None
         if self.device.type == "cuda":
-            check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory)
+            check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory, train=train)
         note(f"starting vLLM: {'one to two minutes' if self.device.type == 'cuda' else 'about ten seconds'}")
         started = time.perf_counter()
         engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)

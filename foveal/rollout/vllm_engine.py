@@ -167,8 +167,12 @@ class VllmEngine(RolloutEngine):
         """
         while self._open or self._finished:
             if not self._finished:
-                with self.watchdog.watch(), _no_garbage_collection(), self.random or nullcontext():
-                    self._advance()
+                try:
+                    with self.watchdog.watch(), _no_garbage_collection(), self.random or nullcontext():
+                        self._advance()
+                except BaseException as error:  # Ctrl-C too: tokens of the step that it broke off are lost
+                    self._died = self._died or f"the vLLM engine was stopped in the middle of a step: {error!r}"
+                    raise
             while self._finished:
                 yield self._finished.pop(0).group()
 
