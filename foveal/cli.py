@@ -128,19 +128,19 @@ def _check(args: list[str]) -> int:
     if _wants_help(args) or "--parity" not in args:
         console.note(_CHECK_HELP)
         return 0 if _wants_help(args) else 2
-    rest = [arg for arg in args if arg != "--parity"]
-    rows = "16"
-    if "--rows" in rest:
-        at = rest.index("--rows")
-        rows = "".join(rest[at + 1 : at + 2])
-        del rest[at : at + 2]
-    if not rows.isdecimal() or int(rows) < 1:
-        console.error(f"foveal check --rows: {rows!r} given; allowed: an integer ≥ 1.")
-        return 2
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="foveal check", usage=_CHECK_HELP.splitlines()[0].removeprefix("usage: "))
+    parser.add_argument("--parity", action="store_true")
+    parser.add_argument("--rows", type=int, default=16)
+    options, rest = parser.parse_known_args(args)
+    unknown = [arg for arg in rest if arg.startswith("-")]
+    if unknown or options.rows < 1:
+        parser.error(f"no option {unknown[0]}" if unknown else f"--rows: {options.rows} given; allowed: an integer ≥ 1")
     from foveal.config import load_config
     from foveal.parity import check_parity
 
-    return check_parity(load_config([*rest, "trainer.val_only=false"]), int(rows))
+    return check_parity(load_config([*rest, "trainer.val_only=false"]), options.rows)
 
 
 def _merge(args: list[str]) -> int:

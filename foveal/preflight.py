@@ -78,10 +78,6 @@ def _feature_dtype(config: Config) -> torch.dtype | None:
 
 def _check_sampling(config: Config, engine: str) -> None:
     validation = validation_sampling(config)
-    if type(validation.max_tokens) is not int or validation.max_tokens < 1:
-        raise ConfigError(
-            f"worker.rollout.val_override_config.max_tokens: {validation.max_tokens!r} given; allowed: an integer ≥ 1"
-        )
     if engine == "transformers":
         check_extra(validation)
         return

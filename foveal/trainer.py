@@ -113,7 +113,11 @@ class Trainer:
                 if self.saved_step != self.step:
                     try:
                         self._save_after(type(error).__name__)
-                    except (CheckpointError, RuntimeError) as failure:  # with the engine the whole device may be gone
+                    except (
+                        CheckpointError,
+                        OSError,
+                        RuntimeError,
+                    ) as failure:  # with the engine the whole device may be gone
                         console.warn(f"step {self.step} could not be saved: {failure}")
                 raise
             finally:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from foveal.errors import EngineError
+from foveal.errors import ConfigError, EngineError
 from foveal.models.positions import prompt_positions
 from foveal.rollout.sampler import _keep_top_k, _keep_top_p
 from foveal.types import Group, Prompt, Response, Sampling
@@ -295,6 +295,45 @@ def test_a_prompt_that_leaves_no_room_is_refused(side: Side) -> None:
     prompt = side.prompt(1, 0, "What? " * 100)
     with pytest.raises(EngineError, match=rf"{prompt.uid}: \d+ tokens, but the engine takes sequences of 512"):
         side.engine.submit([prompt], SHORT, side.version)
+    assert list(side.engine.collect()) == []
+
+
+def test_prompts_of_more_pictures_than_a_step_computes_do_not_wait_for_an_empty_engine(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture_tokens = 6
+    monkeypatch.setattr(side.engine.core.scheduler, "max_num_encoder_input_tokens", 2 * picture_tokens - 1)
+    quick, many, slow = side.prompts([0, 2, 0])
+    side.engine.submit([slow], Sampling(n=2, max_tokens=200, ignore_eos=True), side.version)
+    side.engine.submit([quick], Sampling(n=1, max_tokens=2, ignore_eos=True), side.version)
+    groups: list[Group] = []
+    for group in side.engine.collect():
+        if not groups:
+            side.engine.submit([many], SHORT, side.version)
+        groups.append(group)
+    assert [group.prompt.uid for group in groups] == [quick.uid, many.uid, slow.uid]
+    assert side.gap(groups) < CLOSE
+
+
+def test_no_finished_request_is_held_until_the_next_rollout(side: Side) -> None:
+    (prompt,) = side.prompts([1])
+    side.engine.generate([prompt], Sampling(n=3, max_tokens=100, ignore_eos=True), side.version)
+    scheduler = side.engine.core.scheduler
+    assert scheduler.burst is None and not scheduler.requests and not side.engine._open
+
+
+def test_more_least_tokens_than_there_is_room_for_fill_the_room(side: Side) -> None:
+    (prompt,) = side.prompts([0])
+    sampling = Sampling(n=1, max_tokens=9999, extra={"min_tokens": 9000})
+    (group,) = side.engine.generate([prompt], sampling, side.version)
+    assert len(group.responses[0].token_ids) == 512 - len(prompt.expanded_ids)
+
+
+@pytest.mark.parametrize("extra", [{"stop_token_ids": [5, 99999]}, {"logit_bias": {99999: 1.0}}])
+def test_ids_that_the_model_does_not_have_are_refused(side: Side, extra: dict[str, Any]) -> None:
+    (name,) = extra
+    with pytest.raises(ConfigError, match=rf"{name}: token id 99999 given; the model has ids 0 to \d+"):
+        side.engine.submit(side.prompts([0]), replace(SHORT, extra=extra), side.version)
     assert list(side.engine.collect()) == []
 
 

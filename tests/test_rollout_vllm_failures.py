@@ -81,6 +81,18 @@ def test_memory_that_moved_while_it_was_measured() -> None:
     assert "another process" in explain("Memory usage increased after sleeping.", kind=AssertionError)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 validation error for VllmConfig\n  Value error, Total number of attention heads (28) must be divisible by "
+        "tensor parallel size (8).",
+        "28 is not divisible by 8",
+    ],
+)
+def test_heads_that_processes_cannot_share(text: str) -> None:
+    assert "worker.rollout.tensor_parallel_size=8 does not divide 28" in explain(text, kind=AssertionError)
+
+
 @pytest.mark.parametrize(("starting", "verb"), [(True, "did not start"), (False, "failed")])
 def test_anything_else_is_told_as_it_is(starting: bool, verb: str) -> None:
     config = load_config(["worker.rollout.n=2"])

@@ -64,6 +64,24 @@ def test_an_engine_that_failed_says_so_from_then_on(side: Side, monkeypatch: pyt
             call()
 
 
+def test_an_engine_that_was_interrupted_gives_no_answers_with_gaps(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = side.engine.core.step_fn, iter(range(3))
+
+    def interrupted() -> Any:
+        outputs = step()
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return outputs
+
+    side.engine.submit(side.prompts([0]), SAMPLING, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "step_fn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(side.engine.collect())
+    with pytest.raises(EngineError, match=r"in the middle of a step: KeyboardInterrupt"):
+        list(side.engine.collect())
+
+
 def test_memory_that_runs_out_names_the_keys_to_change(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     side.engine.submit(side.prompts([0]), SAMPLING, 0)
     with monkeypatch.context() as patched:
@@ -118,6 +136,22 @@ def test_long_answers_are_progress(side: Side, monkeypatch: pytest.MonkeyPatch) 
         patched.setattr(side.engine.core, "step_fn", slow)
         side.engine.generate(side.prompts([0]), Sampling(n=1, max_tokens=40, ignore_eos=True), 0)
     assert not ended
+
+
+def test_a_sleep_that_fails_is_explained(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side.engine, "on_cpu", False)
+    monkeypatch.setattr(side.engine.core, "sleep", lambda *_: failing("Memory usage increased after sleeping.")())
+    with pytest.raises(EngineError, match="another process uses the same device"):
+        side.engine.sleep()
+
+
+def test_a_cache_that_is_not_emptied_ends_the_engine(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine.core, "reset_prefix_cache", lambda: False)
+        with pytest.raises(EngineError, match="former weights"):
+            side.hand_over()
+    with pytest.raises(EngineError, match="former weights"):
+        side.engine.submit(side.prompts([0]), SAMPLING, 0)
 
 
 def test_an_engine_without_weights_takes_no_prompts(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -76,3 +77,19 @@ def test_a_hanging_process_exits_by_itself() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == EXIT_STATUS
     assert "start the same command again" in done.stderr and "time.sleep" not in done.stdout
+
+
+def test_a_process_that_was_stopped_is_not_stuck() -> None:
+    code = (
+        "import time; from foveal.rollout.watchdog import Watchdog\n"
+        "with Watchdog('the engine', 1.0).watch():\n"
+        "    print(flush=True)\n"
+        "    for _ in range(12): time.sleep(0.05)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(10) == 0

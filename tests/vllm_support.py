@@ -17,7 +17,7 @@ from foveal.data.processing import Processing, load_processing
 from foveal.models.attention import install
 from foveal.models.loading import load_model
 from foveal.models.named_tensors import named_tensors
-from foveal.quickstart.tiny import build_tiny
+from foveal.quickstart.tiny import Family, build_tiny
 from foveal.rollout.vllm_engine import VllmEngine
 from foveal.train.layout import PromptLayouts
 from foveal.train.scorer import TokenScorer
@@ -28,8 +28,9 @@ from foveal.types import Group, Media, Prompt
 class Side:
     """A model, its processing, and an engine that samples with its weights."""
 
-    def __init__(self, folder: Path, family: str, *overrides: str) -> None:
-        build_tiny(folder, family)
+    def __init__(self, folder: Path, family: Family, *overrides: str) -> None:
+        if not folder.exists():
+            build_tiny(folder, family)
         self.processing: Processing = load_processing(str(folder))
         self.config: Config = load_config(
             [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from foveal.algorithm import get_advantage
+from foveal.cluster.room import check_room
 from foveal.config import Config
 from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
@@ -54,7 +56,7 @@ class Worker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         actor = config.worker.actor
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
-        vllm = self._start_vllm(images) if choose_engine(config) == "vllm" else None
+        vllm = self._start_vllm(images, train=train) if choose_engine(config) == "vllm" else None
         dtype = actor.weights_dtype
         model: Any
         if checkpoint is None:
@@ -97,13 +99,19 @@ class Worker:
         # on a CPU the device's memory is the host's
         self.parked = {} if self.device.type == "cpu" else self._parkings()
 
-    def _start_vllm(self, images: int) -> RolloutEngine:
+    def _start_vllm(self, images: int, *, train: bool) -> RolloutEngine:
         from foveal.rollout.vllm_engine import VllmEngine
 
         model_path = self.config.worker.actor.model.model_path
         assert model_path is not None
+        if self.device.type == "cuda":
+            check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory, train=train)
+        console.note(f"starting vLLM: {'one to two minutes' if self.device.type == 'cuda' else 'about ten seconds'}")
+        started = time.perf_counter()
         engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
         engine.sleep()
+        seconds = time.perf_counter() - started
+        console.note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
         return engine
 
     def _load(self, dtype: str) -> Any:

@@ -333,10 +333,20 @@ def _engine_limits(config: Config) -> Iterator[BrokenRule]:
 
 def _val_sampling(config: Config) -> Iterator[BrokenRule]:
     for name, value in config.worker.rollout.val_override_config.items():
+        given = f"worker.rollout.val_override_config.{name}"
+        if ":" in name:
+            yield BrokenRule(
+                (given, "worker.rollout.val_override_config"),
+                f"worker.rollout.val_override_config: {name!r} is a key without a value; write a space after the "
+                "colon, as in '{n: 2, temperature: 0.7}', with quotes in a shell",
+            )
+        if name == "max_tokens" and (type(value) is not int or value < 1):
+            yield BrokenRule(
+                (given, "worker.rollout.val_override_config"), f"{given}: {value!r} given; allowed: an integer ≥ 1"
+            )
         key = known_keys().get(f"worker.rollout.{name}")
         if key is not None and not key.accepts(value):
             shown: Any = "null" if value is None else value
             yield BrokenRule(
-                (f"worker.rollout.val_override_config.{name}", "worker.rollout.val_override_config"),
-                f"worker.rollout.val_override_config.{name}: {shown} given; allowed: {key.allowed}",
+                (given, "worker.rollout.val_override_config"), f"{given}: {shown} given; allowed: {key.allowed}"
             )

@@ -49,8 +49,8 @@ class ActorConfig(TrainedConfig):
     )
     use_torch_compile: bool = Field(
         default=True,
-        description="Compile the layers of all models on a GPU. Blocks of the vision tower only where they are frozen or "
-        "not checkpointed.",
+        description="Compile the layers of all models on a GPU. Blocks of the vision tower only where they are frozen "
+        "or not checkpointed.",
     )
     shared_prefix: bool = Field(
         default=True,

@@ -6,12 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from foveal.config import Config
-from foveal.errors import ConfigError
+from foveal.errors import ConfigError, ModelError
 from foveal.rollout.vllm_available import vllm_obstacle, vllm_version
 from foveal.types import Group, Prompt, Sampling
+
+
+def check_finite(logprobs: np.ndarray) -> None:
+    """Raises ModelError where a sampled token's log-probability is not a number."""
+    if not np.isfinite(logprobs).all():
+        raise ModelError(
+            "The model's next-token probabilities are not finite: its weights or activations hold NaN or infinity. "
+            "Check the loaded weights, the learning rate, and the dtype (fp16 overflows where bf16 does not)."
+        )
 
 
 class RolloutEngine(ABC):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from foveal.errors import ConfigError, ModelError
+from foveal.errors import ConfigError
 from foveal.models.positions import prompt_positions
-from foveal.rollout.engine import RolloutEngine
+from foveal.rollout.engine import RolloutEngine, check_finite
 from foveal.rollout.kv_cache import AnswerCache
 from foveal.rollout.sampler import answer_uniforms, sample
 from foveal.types import Group, Prompt, Response, Sampling
@@ -272,12 +272,7 @@ class _Batch:
             self.engine.forbidden_ids,
         )
         drawn, logprobs = self.last_ids.cpu().numpy(), drawn_logprobs.cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise ModelError(
-                "The model's next-token probabilities are not finite: its weights or activations hold NaN or "
-                "infinity. Check the loaded weights, the learning rate, and the dtype (fp16 overflows where bf16 does "
-                "not)."
-            )
+        check_finite(logprobs)
         going = self.alive[self.rows]
         answers = self.rows[going]
         self.tokens[answers, self.step] = drawn[going]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from foveal.config import Config
 from foveal.data.processing import Processing
-from foveal.errors import EngineError
-from foveal.rollout.engine import RolloutEngine
+from foveal.errors import ConfigError, EngineError
+from foveal.rollout.engine import RolloutEngine, check_finite
 from foveal.rollout.vllm_failures import explain_failure
+from foveal.rollout.vllm_processes import process_count, set_ranks, shut_down
 from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
 from foveal.rollout.vllm_scheduler import with_bursts
-from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment
+from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment, quiet_libraries
 from foveal.rollout.watchdog import Watchdog
 from foveal.types import Group, Prompt, Response, Sampling
 
@@ -62,11 +65,20 @@ class VllmEngine(RolloutEngine):
     processed from the trainer, and tokens go into arrays. The core starts with arbitrary weights; `update_weights` must
     come before the first `submit`.
 
+    Where torch.distributed is initialised, each of its processes builds an engine, all at once and with the same
+    arguments. Consecutive ranks, `tensor_parallel_size` of them, share the weights and the cache of one engine; these
+    groups are replicas that know nothing of each other. The processes of one group must make the same calls in the same
+    order, with equal prompts, from one group that `collect` yields to the next: each schedules by itself, so they wait
+    for each other forever where they differ. All of them yield the same groups of answers. `update_weights` takes full
+    tensors in every process. The default process group stays when the engine ends, unless the engine made it, as it
+    does in a single process.
+
     Args:
         model_path: a Hugging Face folder or hub id; only its configuration is read.
         images: most pictures in a prompt.
 
     Raises:
+        ConfigError: the processes cannot be divided into groups of `tensor_parallel_size`.
         EngineError: vLLM cannot start, with what to change.
     """
 
@@ -75,16 +87,21 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         self.config = config
         prepare_environment(device.type)
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor import Executor
-
+        processes, keep_group = process_count(), dist.is_initialized()
+        if processes > 1:
+            set_ranks(device)
         try:
-            vllm_config = create_config(engine_arguments(config, processing, model_path, device.type, images))
-            scheduler = vllm_config.scheduler_config
-            scheduler.scheduler_cls = with_bursts(scheduler.get_scheduler_cls())
-            self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+            with quiet_libraries():
+                arguments = engine_arguments(config, processing, model_path, device.type, images, processes)
+                vllm_config, self.core = _start(arguments)
+        except ConfigError:
+            raise
         except Exception as error:  # vLLM raises what it comes across
-            raise EngineError(explain_failure(error, config, starting=True)) from error
+            failure = explain_failure(error, config, starting=True)
+            shut_down(None, keep_group=keep_group)
+            raise EngineError(failure) from error
+        # At the latest when the process exits: torch complains of a process group that is left.
+        self._shut_down = weakref.finalize(self, shut_down, self.core, keep_group=keep_group)
         self.on_cpu = device.type == "cpu"
         self.dtype = vllm_config.model_config.dtype
         # The newer runner draws from each answer's seed in its kernel. The older one would keep a generator for each
@@ -111,13 +128,21 @@ class VllmEngine(RolloutEngine):
 
     # -- answers ------------------------------------------------------------------------------------------------
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values the engine has room for."""
+        scheduler = self.core.scheduler
+        return int(scheduler.kv_cache_config.num_blocks * scheduler.block_size)
+
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
         """As `RolloutEngine.submit`.
 
         Raises:
             EngineError: the engine died or sleeps, or a prompt leaves no room for an answer.
+            ConfigError: `sampling` names token ids that the model does not have.
         """
         self._check_ready()
+        self.requests.check(sampling)
         if self.random and prompts:
             self.random.seed(answer_seed(sampling.seed, prompts[0].uid, len(prompts)))
         for prompt in prompts:
@@ -138,18 +163,24 @@ class VllmEngine(RolloutEngine):
 
         Raises:
             EngineError: the engine died, or makes no progress.
+            ModelError: the model's probabilities are not numbers.
         """
         while self._open or self._finished:
             if not self._finished:
-                with self.watchdog.watch(), _no_garbage_collection(), self.random or nullcontext():
-                    self._advance()
+                try:
+                    with self.watchdog.watch(), _no_garbage_collection(), self.random or nullcontext():
+                        self._advance()
+                except BaseException as error:  # Ctrl-C too: tokens of the step that it broke off are lost
+                    self._died = self._died or f"the vLLM engine was stopped in the middle of a step: {error!r}"
+                    raise
             while self._finished:
                 yield self._finished.pop(0).group()
 
     def abort(self, uids: Collection[str]) -> None:
         names = [name for name, job in self._open.items() if job.prompt.uid in uids]
         self._queue = deque(entry for entry in self._queue if entry[0].prompt.uid not in uids)
-        self.core.abort_requests(names)
+        for name in names:  # not all at once: vLLM would end them in the order of a set, another in every process
+            self.core.abort_requests([name])
         self._take_pieces()
         for name in names:
             if name in self._open:
@@ -217,7 +248,10 @@ class VllmEngine(RolloutEngine):
 
     def _finish(self, name: str, reason: str) -> None:
         job = self._open.pop(name)
-        job.answers[name].finish_reason = reason
+        answer = job.answers[name]
+        answer.finish_reason = reason
+        for logprobs in answer.logprobs:
+            check_finite(logprobs)
         job.unfinished -= 1
         if not job.unfinished:
             self._finished.append(job)
@@ -238,6 +272,12 @@ class VllmEngine(RolloutEngine):
             (lacking,) = self.core.collective_rpc(_reload, args=(weights,))
             if "kv_cache" in self._asleep:
                 self.core.wake_up(["kv_cache"])
+            forgotten = self.core.reset_prefix_cache()
+            self.core.reset_mm_cache()
+            self.core.reset_encoder_cache()
+        if not forgotten:
+            self._died = "vLLM still holds keys and values that the former weights computed, so it cannot go on."
+            raise EngineError(self._died)
         if lacking:
             self._died = (
                 f"the weights handed to vLLM lack {len(lacking)} of its model's ({', '.join(lacking[:3])}, …), so its "
@@ -245,22 +285,20 @@ class VllmEngine(RolloutEngine):
             )
             raise EngineError(self._died)
         self._asleep.clear()
-        self.core.reset_prefix_cache()
-        self.core.reset_mm_cache()
-        self.core.reset_encoder_cache()
         self._version = version
 
     def sleep(self) -> None:
         """Drops weights and cache from the device. Without a device to share (CPU) there is nothing to do.
 
         Raises:
-            EngineError: answers are open.
+            EngineError: answers are open, or vLLM failed.
         """
         if self._open:
             raise EngineError(f"the engine cannot sleep while {len(self._open)} answers are open")
         if self.on_cpu or self._asleep or self._died:
             return
-        self.core.sleep(2, "abort")
+        with self._fatal():
+            self.core.sleep(2, "abort")
         self._asleep = {"weights", "kv_cache"}
         torch.cuda.empty_cache()
 
@@ -276,7 +314,7 @@ class VllmEngine(RolloutEngine):
         """Ends the engine; its memory is free afterwards."""
         self._open.clear()
         self._queue.clear()
-        self.core.shutdown()
+        self._shut_down()
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
@@ -295,6 +333,16 @@ class VllmEngine(RolloutEngine):
         self._check_alive()
         if self._asleep or self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
+
+
+def _start(arguments: Any) -> tuple[Any, Any]:
+    """The configuration and the core of an engine."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    config = create_config(arguments)
+    config.scheduler_config.scheduler_cls = with_bursts(config.scheduler_config.get_scheduler_cls())
+    return config, EngineCore(config, Executor.get_class(config), log_stats=False)
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:

@@ -110,6 +110,13 @@ def _beyond_the_model(found: re.Match[str], config: Config, memory: Memory | Non
     )
 
 
+def _not_divisible(found: re.Match[str], config: Config, memory: Memory | None) -> str:
+    return (
+        f"worker.rollout.tensor_parallel_size={found[2]} does not divide {found[1]}, the number of heads or columns of "
+        "a layer of the model. Set it to a number that does; 1 always does."
+    )
+
+
 def _disturbed(found: re.Match[str], config: Config, memory: Memory | None) -> str:
     return (
         f"the free memory of the device changed while vLLM measured it (it says: {found[0]}): another process uses the "
@@ -136,6 +143,7 @@ _EXPLANATIONS: tuple[tuple[str, Callable[[re.Match[str], Config, Memory | None],
     ),
     (r"(?i)out of memory|not enough GPU memory", _out_of_memory),
     (r"max_model_len \((\d+)\) is greater than the derived max_model_len \((\w+=[\w.]+)", _beyond_the_model),
+    (r"(\d+)\)? (?:is not|must be) divisible by (?:tensor parallel size \()?(\d+)", _not_divisible),
     (r"Memory usage increased after sleeping|Error in memory profiling", _disturbed),
 )
 """What vLLM 0.25 and 0.32 write, and who explains it."""

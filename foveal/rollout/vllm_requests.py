@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foveal.errors import ConfigError
 from foveal.types import Prompt, Sampling
 
 FORBID = -100.0
@@ -51,11 +52,26 @@ class RequestBuilder:
         self.eos_ids = eos_ids
         self.seeded = seeded
         self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.processor: Any = None
         if vllm_config.model_config.is_multimodal_model:
             from vllm.multimodal import MULTIMODAL_REGISTRY
 
             self.processor = MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuses ids beyond the vocabulary: vLLM would write outside a row of logits, and does not look.
+
+        Raises:
+            ConfigError: names the parameter and the id.
+        """
+        for name in ("stop_token_ids", "logit_bias"):
+            largest = max(sampling.extra.get(name, ()), default=0)
+            if largest >= self.vocabulary:
+                raise ConfigError(
+                    f"worker.rollout.val_override_config.{name}: token id {largest} given; the model has ids 0 to "
+                    f"{self.vocabulary - 1}."
+                )
 
     def build(self, prompt: Prompt, sampling: Sampling, names: list[str]) -> list[Any]:
         """A request of the scheduler (`vllm.v1.request.Request`) for each name; all share the prompt's media."""
@@ -89,13 +105,16 @@ class RequestBuilder:
         from vllm import SamplingParams
 
         extra = dict(sampling.extra)
+        limit = min(sampling.max_tokens, self.max_model_len - len(prompt.expanded_ids))
+        if "min_tokens" in extra:
+            extra["min_tokens"] = min(extra["min_tokens"], limit)
         stops = [*([] if sampling.ignore_eos else self.eos_ids), *extra.pop("stop_token_ids", [])]
         bias = {**extra.pop("logit_bias", {}), **dict.fromkeys(self.forbidden_ids, FORBID)}
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=max(sampling.top_k, 0),
-            max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.expanded_ids)),
+            max_tokens=limit,
             logprobs=0,  # that of the sampled token alone
             logit_bias=bias or None,
             detokenize=False,
@@ -116,6 +135,7 @@ class RequestBuilder:
         specs = []
         offset = 0
         for medium, item, length in zip(prompt.media, items, self._lengths(features), strict=True):
+            assert self.image_token_id is not None
             offset = prompt.expanded_ids.index(self.image_token_id, offset)
             content = hashlib.blake2b(medium.data, digest_size=16).hexdigest()
             position = PlaceholderRange(offset=offset, length=length)

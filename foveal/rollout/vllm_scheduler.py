@@ -9,7 +9,7 @@ and ends are found by comparing whole rows. Requests get back what the burst did
 What is inherited handles everything else: prefill, preemption, aborting, and admission but for one rule. Where the
 cache of computed pictures is full, vLLM would start a waiting request on the few tokens before its picture. Started so,
 it no longer looks for the prefix that it shares with its siblings, and each of them computes the whole prompt alone.
-Here it waits.
+Here it waits, unless it has more pictures than a step computes.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Burst:
         scheduled = int(self.scheduled[row])
         request.num_computed_tokens = int(self.computed[row]) + scheduled
         request.num_output_placeholders += scheduled - received
+        if hasattr(request, "num_in_flight_tokens"):  # newer versions know by it what a preemption made stale
+            request.num_in_flight_tokens += scheduled - received
 
 
 def with_bursts(base: type[Any]) -> type[Any]:
@@ -158,6 +160,9 @@ def with_bursts(base: type[Any]) -> type[Any]:
     ends = {"stop": RequestStatus.FINISHED_STOPPED, "length": RequestStatus.FINISHED_LENGTH_CAPPED}
 
     class BurstScheduler(base):  # type: ignore[misc]
+        running: list[Any]
+        finished_req_ids: set[str]
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.burst: Burst | None = None
@@ -194,14 +199,15 @@ def with_bursts(base: type[Any]) -> type[Any]:
             return output
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            burst = getattr(scheduler_output, "burst", None)
-            if burst is None or burst is not self.burst:
+            burst = self.burst
+            if burst is None or getattr(scheduler_output, "burst", None) is not burst:
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
-                if self.burst is not None:  # a step from before it, whose tokens may have ended some of its requests
-                    for row, request in enumerate(self.burst.requests):
+                if burst is not None:  # a step from before it, whose tokens may have ended some of its requests
+                    for row, request in enumerate(burst.requests):
                         if request.is_finished():
-                            self.burst.alive[row] = False
+                            burst.alive[row] = False
                 return outputs
+            assert burst is not None
             names = scheduler_output.scheduled_cached_reqs.req_ids
             ended = burst.receive(scheduler_output.burst_step, scheduler_output.burst_rows, names, model_runner_output)
             for row, reason in ended:
@@ -211,13 +217,21 @@ def with_bursts(base: type[Any]) -> type[Any]:
                 self._free_request(request)
             if ended:
                 self.running = [request for request in self.running if not request.is_finished()]
+                if not burst.alive.any():
+                    self._end_burst()  # or its requests, with their pictures, would be held until the next rollout
             return {}
 
         def _try_schedule_encoder_inputs(self, request: Any, computed: int, new: int, *args: Any, **kwargs: Any) -> Any:
             found = super()._try_schedule_encoder_inputs(request, computed, new, *args, **kwargs)
-            if found[1] < new and computed == 0 and self.running and request.status != RequestStatus.RUNNING:
+            starts = computed == 0 and request.status != RequestStatus.RUNNING
+            if found[1] < new and starts and self.running and self._fits_a_step(request):
                 return (found[0], 0, *found[2:])
             return found
+
+        def _fits_a_step(self, request: Any) -> bool:
+            """Whether one step can compute all its pictures: only then is there something to wait for."""
+            tokens = sum(feature.mm_position.length for feature in request.mm_features)
+            return bool(tokens <= self.max_num_encoder_input_tokens)
 
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
             self._end_burst()

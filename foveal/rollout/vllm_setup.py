@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Collection
+import sys
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -50,10 +54,26 @@ def prepare_environment(device_type: str) -> None:
     }
     if device_type == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
+    if not sys.stderr.isatty():
+        defaults["TQDM_DISABLE"] = "1"  # its progress bars would fill a log file
     if find_spec("flashinfer") is None:
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """While vLLM is imported and started: torch's and its own warnings about their internals help nobody."""
+    torch_log = logging.getLogger("torch")
+    level = torch_log.level
+    torch_log.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch_log.setLevel(level)
 
 
 def engine_arguments(
@@ -67,7 +87,8 @@ def engine_arguments(
         processes: of torch.distributed, where it is initialised.
 
     Raises:
-        ConfigError: the installed version lacks an argument that the engine cannot do without.
+        ConfigError: the installed version lacks an argument that the engine cannot do without, or the processes cannot
+            be divided into engines.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -112,7 +133,7 @@ def wanted_arguments(
         }
     if processes > 1:
         arguments |= {
-            "tensor_parallel_size": min(rollout.tensor_parallel_size, config.trainer.devices),
+            "tensor_parallel_size": _tensor_parallel_size(config, processes),
             "distributed_executor_backend": "external_launcher",  # the processes are there already
         }
     if processing.processor is None:
@@ -171,6 +192,17 @@ def capture_sizes(largest: int) -> list[int]:
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + sizes[-1] // 64 * 8)
     return [*(size for size in sizes if size < largest), largest]
+
+
+def _tensor_parallel_size(config: Config, processes: int) -> int:
+    size = min(config.worker.rollout.tensor_parallel_size, processes)
+    if processes % size:
+        divisors = [str(d) for d in range(1, processes + 1) if processes % d == 0]
+        raise ConfigError(
+            f"worker.rollout.tensor_parallel_size={size}: the {processes} processes of this run cannot be divided into "
+            f"engines of {size}. Set it to {', '.join(divisors[:-1])} or {divisors[-1]}."
+        )
+    return size
 
 
 def _dtype(config: Config, device_type: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,11 +29,11 @@ class Watchdog:
         self.stage = stage
         self.limit = limit
         self.give_up = give_up or (lambda: os._exit(EXIT_STATUS))
-        self._beat = time.monotonic()
+        self._beats = 0
 
     def beat(self) -> None:
         """A sign of progress."""
-        self._beat = time.monotonic()
+        self._beats += 1
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -50,12 +49,16 @@ class Watchdog:
             thread.join()
 
     def _run(self, over: threading.Event) -> None:
-        warned_of = 0.0
-        while not over.wait(min(1.0, self.limit / 8)):
-            beat = self._beat
-            silence = time.monotonic() - beat
-            if silence > self.limit / 2 and warned_of != beat:
-                warned_of = beat
+        pause, beats, silence, warned = min(1.0, self.limit / 16), self._beats, 0.0, False
+        # Time is counted in pauses of this thread, so that a process that was stopped (Ctrl-Z, a batch system that
+        # suspends it) does not look stuck when it goes on.
+        while not over.wait(pause):
+            if beats != self._beats:
+                beats, silence, warned = self._beats, 0.0, False
+                continue
+            silence += pause
+            if silence > self.limit / 2 and not warned:
+                warned = True
                 warn(f"{self.stage}: no progress for {silence:.0f} s; the run ends after {self.limit:.0f} s.")
             if silence > self.limit:
                 error(

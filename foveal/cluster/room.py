@@ -1,0 +1,81 @@
+"""Whether trainer and engine fit on one device, before either is there."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from foveal.config import Config
+from foveal.config.schema_model import TrainedConfig
+from foveal.errors import ConfigError
+from foveal.models.families import family_of, read_config
+from foveal.models.loading import DTYPES
+
+KEPT_FREE = 0.03
+"""Part of the device that contexts, kernels and fragments take."""
+MOMENTS = 2
+
+
+def check_room(config: Config, total: int, *, train: bool) -> None:
+    """Refuses a run whose trainer leaves less memory than `worker.rollout.gpu_memory_utilization` promises to vLLM.
+
+    While answers are sampled the trainer keeps weights and optimizer states on the device. The states come with the
+    first update, so that without this check the second step would fail.
+
+    Args:
+        total: bytes of the device.
+        train: whether there will be an optimizer and a reference policy.
+
+    Raises:
+        ConfigError: with the numbers, and the largest value that fits.
+    """
+    held = held_bytes(config, train=train)
+    key = "worker.rollout.gpu_memory_utilization"
+    given, fits = config.value(key), 1 - KEPT_FREE - held / total
+    if given <= fits:
+        return
+    gib = 2**30
+    largest = math.floor(100 * fits) / 100
+    lower = f"set it to {largest:g} or less, or " if largest >= 0.05 else ""
+    offload = [f"worker.actor.offload.{name}=true" for name in ("offload_params", "offload_optimizer")]
+    missing = [entry for entry in offload if not config.value(entry.removesuffix("=true"))]
+    cure = lower + (
+        f"move what waits to the host ({' '.join(missing)})" if missing else "train in bf16 (optim.strategy=adamw_bf16)"
+    )
+    raise ConfigError(
+        f"{key}: {given:g} given, {given * total / gib:.0f} of the device's {total / gib:.0f} GiB, but weights and "
+        f"optimizer states take {held / gib:.0f} GiB of it; {cure}."
+    )
+
+
+def held_bytes(config: Config, *, train: bool) -> int:
+    """Bytes of weights, and of optimizer states where `train` is set, that stay on the device in a rollout."""
+    worker = config.worker
+    parameters = count_parameters(worker.actor.model.model_path or "")
+    if not train:
+        return parameters * DTYPES[worker.actor.weights_dtype].itemsize
+    held = parameters * _bytes_per_weight(worker.actor)
+    if config.algorithm.uses_reference and not worker.ref.offload.offload_params:
+        held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize
+    if config.algorithm.uses_critic:
+        source = worker.critic.model.model_path or worker.actor.model.model_path or ""
+        held += count_parameters(source) * _bytes_per_weight(worker.critic)
+    return held
+
+
+def count_parameters(model_path: str) -> int:
+    """Weights of a model, from its configuration alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    family = family_of(read_config(model_path), model_path)
+    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.from_pretrained(model_path))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _bytes_per_weight(role: TrainedConfig) -> int:
+    size = DTYPES[role.weights_dtype].itemsize
+    moments = MOMENTS * (1 if role.optim.strategy == "adamw_8bit" else size)
+    return (0 if role.offload.offload_params else size) + (0 if role.offload.offload_optimizer else moments)
