@@ -66,6 +66,7 @@ def check_parity(config: Config, rows: int) -> int:
         first = Gap.of(groups)
         _report("as loaded", first, processing.tokenizer)
         change_weights(worker.model)
+        worker.forget_step()
         worker.weight_version += 1
         updated = _answer(worker, prompts, sampling)
         second = Gap.of(updated)

@@ -13,6 +13,7 @@ import torch
 from foveal.cluster.worker import Worker
 from foveal.config import load_config
 from foveal.data.loader import open_loader
+from foveal.errors import EngineError
 from foveal.preflight import open_processing
 from foveal.rollout.collect import training_sampling
 from foveal.rollout.transformers_engine import TransformersEngine
@@ -101,6 +102,25 @@ def test_a_checkpoint_is_whole_while_states_are_away(tmp_path: Path) -> None:
     assert run.away == set()
     assert all(torch.equal(run.weights[name], value) for name, value in expected.items())
     run.step(2)  # with the states that were saved
+
+
+def test_a_checkpoint_is_whole_where_sampling_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, *OFFLOAD)
+    run.step(1)
+    expected = run.weights
+    engine, closed = run.worker.engine, []
+
+    def sleep() -> None:
+        raise EngineError("the engine cannot sleep while 4 answers are open")
+
+    monkeypatch.setattr(engine, "sleep", sleep)
+    monkeypatch.setattr(engine, "close", lambda: closed.append(True))
+    groups = run.worker.rollout(run.prompts, training_sampling(run.config))
+    next(groups)  # then comes Ctrl-C
+    assert run.away
+    run.worker.save(tmp_path / "global_step_1", model_only=False)
+    assert closed and run.away == set()
+    assert all(torch.equal(run.weights[name], value) for name, value in expected.items())
 
 
 def test_weights_leave_once_an_engine_of_its_own_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

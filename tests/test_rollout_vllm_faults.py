@@ -145,6 +145,25 @@ def test_a_sleep_that_fails_is_explained(side: Side, monkeypatch: pytest.MonkeyP
         side.engine.sleep()
 
 
+def test_an_engine_that_is_only_half_awake_does_not_pretend_to_sleep(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side.engine, "on_cpu", False)
+    monkeypatch.setattr(side.engine, "_asleep", {"kv_cache"})
+    with pytest.raises(EngineError, match="before it is awake"):
+        side.engine.sleep()
+
+
+def test_the_cache_takes_its_memory_when_prompts_come(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[list[str]] = []
+    monkeypatch.setattr(side.engine, "_asleep", {"kv_cache"})
+    monkeypatch.setattr(side.engine.core, "wake_up", woken.append)
+    side.hand_over()
+    assert woken == []
+    assert side.gap(side.engine.generate(side.prompts([0]), SAMPLING, side.version)) < 1e-4
+    assert woken == [["kv_cache"]]
+
+
 def test_a_cache_that_is_not_emptied_ends_the_engine(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(side.engine.core, "reset_prefix_cache", lambda: False)

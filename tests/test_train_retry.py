@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from foveal.errors import DeviceMemoryError
 from foveal.quickstart.tiny import build_tiny
@@ -142,5 +144,32 @@ def test_one_process_of_several_does_not_begin_again(folder: Path, monkeypatch: 
     groups = prepared_groups(policy)
     count = full_above(policy, 0)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     text = failure(policy, groups)
     assert count() == 1 and "Set worker.actor.token_budget=" in text
+
+
+def test_the_process_group_that_vllm_makes_of_one_process_is_no_hindrance(folder: Path) -> None:
+    policy = make_policy(folder, *OPTIONS, budget=60)
+    groups = prepared_groups(policy)
+    limit = max(pack.token_ids.numel() for pack in policy.packer.packs(groups)) - 1
+    count = full_above(policy, limit)
+    with group_of_one():
+        policy.update(groups, 1, 10, 0.0)
+    assert count() == 1 and policy.packer.budget < limit
+
+
+def test_the_critic_of_a_single_process_is_not_sharded_either(folder: Path) -> None:
+    with group_of_one():
+        critic = make_critic(folder)
+    assert critic.packer.peers is None
+    assert not any(isinstance(parameter, DTensor) for parameter in critic.scorer.parameters())
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

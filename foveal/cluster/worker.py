@@ -14,6 +14,7 @@ from foveal.cluster.room import check_room
 from foveal.config import Config
 from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
+from foveal.errors import EngineError
 from foveal.models.attention import install
 from foveal.models.feature_store import FeatureStore
 from foveal.models.loading import DTYPES, load_model
@@ -96,8 +97,8 @@ class Worker:
             autocast_dtype=scorer.autocast,
         )
         self._engine_awake = False
-        # on a CPU the device's memory is the host's
-        self.parked = {} if self.device.type == "cpu" else self._parkings()
+        # on a CPU the device's memory is the host's; without training there is one set of weights, which fits
+        self.parked = self._parkings() if train and self.device.type != "cpu" else {}
 
     def _start_vllm(self, images: int, *, train: bool) -> RolloutEngine:
         from foveal.rollout.vllm_engine import VllmEngine
@@ -144,7 +145,7 @@ class Worker:
         same = ours.autocast == theirs.autocast and same_features(vision_tower(ours.model), vision_tower(theirs.model))
         theirs.store = ours.store if same else None  # alone it sees each picture once a step
 
-    def _forget_step(self) -> None:
+    def forget_step(self) -> None:
         """Drops what was kept of prompts and pictures for the passes of one step."""
         self.layouts.clear()
         if self.critic:
@@ -202,21 +203,18 @@ class Worker:
             if name in self.parked:
                 self.parked[name].back()
 
-    def _weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        yield from named_tensors(self.model, dtype=self.engine.dtype)
-        if "actor" in self.parked:
-            self.parked["actor"].away()  # the engine has them, and takes memory for its cache next
-
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
         """Yields groups as they finish, their responses decoded. The engine wakes up for it, with today's weights."""
         if not self._engine_awake:
-            self._forget_step()
+            self.forget_step()
             self._fetch("actor")
             for name in self.parked.keys() - {"actor"}:
                 self.parked[name].away()
+            self._engine_awake = True  # from here on it holds memory, also where a signal stops it halfway
             self.engine.wake()
-            self.engine.update_weights(self._weights(), self.weight_version)
-            self._engine_awake = True
+            self.engine.update_weights(named_tensors(self.model, dtype=self.engine.dtype), self.weight_version)
+            if "actor" in self.parked:
+                self.parked["actor"].away()  # the engine takes memory for its cache next
         skip = self.config.worker.reward.skip_special_tokens
         tokenizer = self.processing.tokenizer
         self.engine.submit(prompts, sampling, self.weight_version)
@@ -265,7 +263,7 @@ class Worker:
         passes = self.config.worker.actor.ppo_epochs
         with self.meter.phase("update_actor", self.scorer, groups, passes=passes):
             metrics = self._trained.update(groups, step, total_steps, kl_coef)
-        self._forget_step()
+        self.forget_step()
         self.weight_version = step
         return metrics
 
@@ -276,6 +274,7 @@ class Worker:
     def save(self, folder: Path, *, model_only: bool) -> None:
         """Writes the folders `actor` and, where there is one, `critic` of a checkpoint."""
         if any(parking.is_away for parking in self.parked.values()):
+            self._make_room()
             self._fetch(*self.parked)
         save_actor(
             folder / "actor",
@@ -294,7 +293,7 @@ class Worker:
         load_actor(folder / "actor", self.model, self.policy.optimizer if self.policy else None)
         if self.critic:
             self.critic.load(folder / "critic")
-        self._forget_step()
+        self.forget_step()
         self._share_features()
         self.weight_version = step
         self.rest_engine()
@@ -302,6 +301,14 @@ class Worker:
     def close(self) -> None:
         """Ends the engine."""
         self.engine.close()
+
+    def _make_room(self) -> None:
+        """Takes the engine's memory from it; for good where it was stopped in the middle of its work, as by Ctrl-C."""
+        try:
+            self.rest_engine()
+        except EngineError:
+            self.engine.close()
+            self._engine_awake = False
 
     def rest_engine(self) -> None:
         """Before anything else uses the device or changes the weights, which the engine takes anew when it wakes up."""

@@ -54,7 +54,7 @@ def unsupported(config: Config) -> list[str]:
         size = config.value(f"{role}.ulysses_size")
         if size > 1:
             key = f"{role}.ulysses_size"
-            lines.append(f"{key}={size}: a sequence stays on one device in this version; set {key}=1")
+            lines.append(f"{key}={size}: it needs several processes, which this version does not start; set {key}=1")
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
         if config.value(key) > 1:
             source = "" if key in config.given else " (the default)"

@@ -48,9 +48,10 @@ class ActorConfig(TrainedConfig):
         default=0.0, ge=0, description="Weight of the mean token entropy, which is taken from the loss as a bonus."
     )
     use_torch_compile: bool = Field(
-        default=True,
-        description="Compile the layers of all models on a GPU. Blocks of the vision tower only where they are frozen "
-        "or not checkpointed.",
+        default=False,
+        description="Compile the layers of all models on a GPU; blocks of the vision tower only where they are frozen "
+        "or not checkpointed. EasyR1's default is true, for other parts of the pass. Off here, since it has not been "
+        "measured in whole runs, and a compiler that fails in a backward pass ends the run.",
     )
     shared_prefix: bool = Field(
         default=True,
@@ -59,7 +60,8 @@ class ActorConfig(TrainedConfig):
     token_budget: Literal["auto", "easyr1"] | Positive = Field(
         default="auto",
         description="Tokens per pass, of actor, reference and critic; results do not depend on it. `auto`: as many as "
-        "the memory allows. `easyr1`: micro batch size × (max_prompt_length + max_response_length).",
+        "the memory allows by arithmetic; where it runs out all the same, half as many from then on. `easyr1`: "
+        "micro batch size × (max_prompt_length + max_response_length).",
     )
 
 

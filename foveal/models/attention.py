@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
+from foveal.models.ulysses import Ulysses
+
 # torch 2.11 shares key heads without being asked; from 2.13 the argument is needed.
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -202,9 +204,13 @@ def text_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     segments: Segments | None = None,
+    ulysses: Ulysses | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a decoder layer: (1, H, T, D) packed with a segment table, or an ordinary batch without one."""
+    """Attention of a decoder layer: (1, H, T, D) packed with a segment table, or an ordinary batch without one.
+
+    With `ulysses` T is this process's slice of the tokens of the segment table.
+    """
     if segments is None:
         if query.shape[2] == 1:
             return _decode_attention(query, key, value, attention_mask, scaling), None
@@ -215,13 +221,20 @@ def text_attention(
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     dtype = _kernel_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if ulysses is not None:
+        q, k, v = ulysses.exchange(q, k, v, sum(segments.lengths))
     if dtype is None:
-        return reference_attention(q, k, v, segments, scaling).unsqueeze(0), None
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if segments.key_index is not None:
-        k, v = k[segments.key_index], v[segments.key_index]
-    cu, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
-    return _varlen(q, k, v, cu, longest, causal=True, scale=scaling).unsqueeze(0), None
+        out = reference_attention(q, k, v, segments, scaling)
+    else:
+        if segments.key_index is not None:
+            k, v = k[segments.key_index], v[segments.key_index]
+        cu, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
+        out = _varlen(q, k, v, cu, longest, causal=True, scale=scaling)
+    if ulysses is not None:
+        out = ulysses.exchange_back(out)
+    return out.unsqueeze(0), None
 
 
 def _decode_attention(

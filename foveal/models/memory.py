@@ -120,8 +120,9 @@ def forward_bytes(config: Any, how: Pass) -> float:
 
 
 def head_bytes(elements: int) -> int:
-    """Bytes of the logits of one chunk of tokens: as computed, in float32, as exponentials, and their gradient."""
-    return 4 * 4 * elements
+    """Bytes of the logits of one chunk of tokens in float32: themselves, what the entropy keeps of them (logarithms and
+    probabilities), and in the backward pass as many gradients and a sum."""
+    return 4 * 8 * elements
 
 
 def budget(free: float, per_token: float, most: int) -> int:

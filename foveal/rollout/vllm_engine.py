@@ -143,6 +143,10 @@ class VllmEngine(RolloutEngine):
         """
         self._check_ready()
         self.requests.check(sampling)
+        if "kv_cache" in self._asleep:
+            with self._fatal():
+                self.core.wake_up(["kv_cache"])
+            self._asleep.discard("kv_cache")
         if self.random and prompts:
             self.random.seed(answer_seed(sampling.seed, prompts[0].uid, len(prompts)))
         for prompt in prompts:
@@ -270,8 +274,6 @@ class VllmEngine(RolloutEngine):
         with self._fatal():
             weights = by_expert(chain.from_iterable(buckets))
             (lacking,) = self.core.collective_rpc(_reload, args=(weights,))
-            if "kv_cache" in self._asleep:
-                self.core.wake_up(["kv_cache"])
             forgotten = self.core.reset_prefix_cache()
             self.core.reset_mm_cache()
             self.core.reset_encoder_cache()
@@ -284,26 +286,30 @@ class VllmEngine(RolloutEngine):
                 "answers would be another model's. Try another version of vLLM, or worker.rollout.name=transformers."
             )
             raise EngineError(self._died)
-        self._asleep.clear()
         self._version = version
 
     def sleep(self) -> None:
         """Drops weights and cache from the device. Without a device to share (CPU) there is nothing to do.
 
         Raises:
-            EngineError: answers are open, or vLLM failed.
+            EngineError: answers are open, the engine died, or it was stopped while it woke up.
         """
         if self._open:
             raise EngineError(f"the engine cannot sleep while {len(self._open)} answers are open")
-        if self.on_cpu or self._asleep or self._died:
+        if self.on_cpu or "weights" in self._asleep:
             return
+        self._check_alive()
+        if self._asleep:
+            raise EngineError("the engine cannot sleep before it is awake: its cache has no memory yet")
+        self._version = None
         with self._fatal():
             self.core.sleep(2, "abort")
         self._asleep = {"weights", "kv_cache"}
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Takes the memory for the weights; that for the cache follows when they have come."""
+        """Takes the memory for the weights; that for the cache follows at the next `submit`, when its caller may have
+        moved its own copy of the weights away."""
         if "weights" in self._asleep:
             torch.cuda.empty_cache()  # what the trainer holds in reserve
             with self._fatal():
@@ -331,7 +337,7 @@ class VllmEngine(RolloutEngine):
 
     def _check_ready(self) -> None:
         self._check_alive()
-        if self._asleep or self._version is None:
+        if self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
 
 

@@ -59,7 +59,7 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
     wanted = config.worker.actor.token_budget
     longest = config.data.max_prompt_length + config.data.max_response_length
     measured = wanted == "auto" and device.type == "cuda"
-    free = _free_bytes([model.optimizer for model in models.values()], device) if measured else 0
+    free = _free_bytes(models.values(), device) if measured else 0
     for role, model in models.items():
         keys: TrainedConfig = config.value(f"worker.{role}")
         if isinstance(wanted, int):
@@ -85,14 +85,10 @@ def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) 
     """Tokens with gradient and without, and why."""
     how = _pass(config, keys, scorer)
     fixed = head_bytes(CHUNK_ELEMENTS["cuda"])
-    tower = [p for name, p in scorer.named_parameters() if part_of(name) == "vision"]
-    tower_trained = any(p.requires_grad for p in tower)
-    if tower and not tower_trained:
-        fixed += DEVICE_BYTES  # features of pictures are kept
     if how.stream != how.compute:  # autocast keeps a copy of each weight
         fixed += how.compute * sum(p.numel() for p in scorer.parameters())
     sizes = _sizes(scorer)
-    training = training_bytes(sizes, how, tower_trained=tower_trained)
+    training = training_bytes(sizes, how, tower_trained=any(p.requires_grad for p in _tower(scorer)))
     room = free - fixed
     return (
         budget(room, training, MOST),
@@ -125,12 +121,20 @@ def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
     )
 
 
-def _free_bytes(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """What the device has free, less the gradients and optimizer states that are still to come."""
+def _tower(scorer: nn.Module) -> list[nn.Parameter]:
+    """The weights of the vision tower, without those of the projector."""
+    return [parameter for name, parameter in scorer.named_parameters() if part_of(name) == "vision"]
+
+
+def _free_bytes(models: Iterable[Trained], device: torch.device) -> int:
+    """What the device has free, less what is still to come: gradients, optimizer states, features of pictures."""
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     gradients, states = 0, 0
-    for optimizer in optimizers:
+    for model in models:
+        tower, optimizer = _tower(model.scorer), model.optimizer
+        if tower and not any(p.requires_grad for p in tower):
+            free -= DEVICE_BYTES  # those of one model are still there while another is trained
         weights = [_local(p) for group in optimizer.param_groups for p in group["params"]]
         gradients = max(gradients, sum(p.nbytes for p in weights if p.device == device))
         if not optimizer.state:

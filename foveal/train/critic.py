@@ -21,6 +21,7 @@ from foveal.models.feature_store import FeatureStore
 from foveal.models.loading import DTYPES, empty_model, load_model
 from foveal.models.parts import freeze_parts
 from foveal.models.recompute import set_checkpointing
+from foveal.models.ulysses import Ulysses
 from foveal.train.budget import initial_budget
 from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
@@ -30,7 +31,7 @@ from foveal.train.packing import Pack
 from foveal.train.peers import spread
 from foveal.train.retry import within_memory
 from foveal.train.scoring import Packer
-from foveal.train.sharding import reshard
+from foveal.train.sharding import reshard, several_processes
 from foveal.train.state import load_state, save_state, write_manifest
 from foveal.train.step import optimizer_batches, optimizer_step
 from foveal.types import Group, Metrics
@@ -46,6 +47,7 @@ class ValueScorer(nn.Module):
         autocast: the type that matrix products run in where it isn't the weights' own, else None.
         store: for what an untrained vision tower makes of pictures; whoever holds it clears it.
         offload: what the backward pass needs waits in host memory.
+        ulysses: the processes that share each pack's tokens; all of them value the same packs, and get all values.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class ValueScorer(nn.Module):
         autocast: torch.dtype | None,
         store: FeatureStore | None = None,
         offload: bool = False,
+        ulysses: Ulysses | None = None,
     ) -> None:
         super().__init__()
         self.offload = offload
         self.store = store
+        self.ulysses = ulysses
         device = torch.device("cpu") if model.device.type == "meta" else model.device  # sharding moves it
         model.set_output_embeddings(None)
         self.model = model
@@ -71,10 +75,13 @@ class ValueScorer(nn.Module):
         """(N,) float32: the value of the state before each response token of the pack."""
         device = pack.token_ids.device
         with autocast(device, self.autocast):
-            states = source_states(self.model, pack, self.store, offload=self.offload)
+            states = source_states(self.model, pack, self.store, offload=self.offload, ulysses=self.ulysses)
         with torch.autocast(device.type, enabled=False):
-            values: torch.Tensor = self.head(states.float())
-            return values.squeeze(-1)
+            values: torch.Tensor = self.head(states.float()).squeeze(-1)
+        if self.ulysses is None:
+            return values
+        owned = self.ulysses.owned(pack.source, pack.token_ids.shape[1])
+        return self.ulysses.gather(values, owned, len(pack.source))
 
 
 class Critic:
@@ -198,7 +205,7 @@ def check_critic_model(config: Config, processing: Processing) -> None:
 
 def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
     """Builds the critic: `worker.critic.model.model_path`, by default the actor's model, with a new value head.
-    In a process group it is sharded over all processes, and each must call this.
+    Among several processes it is sharded over all of them, and each must call this.
 
     Raises:
         ModelError: as `check_critic_model` and `load_model`.
@@ -207,7 +214,7 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
     critic = config.worker.critic
     section, source = _source(config)
     assert source.model_path is not None
-    several = dist.is_initialized()
+    several = several_processes()
     build = empty_model if several else load_model
     model: Any = build(
         source.model_path,

@@ -70,7 +70,8 @@ class Meter:
                 count(Work(sum(segments.lengths), visible_pairs(segments)))
 
         def look(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            count(Work(grids=tuple((t, h, w) for t, h, w in options["grid_thw"].tolist())))
+            if self._open is not None:  # an engine that samples with the model has grids on the device
+                count(Work(grids=tuple((t, h, w) for t, h, w in options["grid_thw"].tolist())))
 
         scorer.register_forward_pre_hook(lambda _, args: count(Work(scored=len(args[0].targets))))
         decoder.register_forward_pre_hook(decode, with_kwargs=True)

@@ -69,6 +69,8 @@ class Parking:
     @torch.no_grad()
     def back(self) -> None:
         """Takes device memory again and copies everything back, in the order of the current stream."""
+        if self._device.type == "cuda" and self._parked:
+            torch.cuda.empty_cache()  # or what stays would lie in the middle of free blocks, and split them
         while self._parked:
             storage, place, size = self._parked[-1]
             storage.resize_(size)

@@ -58,6 +58,8 @@ def take_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float |
     norm = clip_gradients(parameters, max_grad_norm)
     finite = math.isfinite(norm)
     if finite:
+        if parameters[0].is_cuda and not optimizer.state:
+            torch.cuda.empty_cache()  # or the states, which stay, would lie in the midst of freed activations
         try:
             with repeatable_rounding(optimizer):
                 optimizer.step()

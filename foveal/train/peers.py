@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from foveal.config.schema_model import FsdpConfig
-from foveal.models.filling import fill_weights
 from foveal.models.positions import backbone
 from foveal.models.vision import vision_tower
 from foveal.train.packing import Part
@@ -95,6 +94,8 @@ def spread(
         ConfigError: as `device_mesh`.
         ModelError: as `fill_weights`.
     """
+    from foveal.models.filling import fill_weights  # needs parts of transformers that one process does without
+
     precision = mixed_precision(fsdp, device)
     shard(scorer, fsdp, device_mesh(fsdp, device.type, f"worker.{role}.fsdp"), precision)
     model = scorer.get_submodule("model")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from foveal.errors import DeviceMemoryError
 from foveal.track import console
+from foveal.train.sharding import several_processes
 
 if TYPE_CHECKING:
     from foveal.train.scoring import Packer
@@ -29,7 +29,7 @@ def within_memory(
     """Runs `work`, which goes through the packer's micro-batches; where memory runs out, once more from the start with
     half the budget, which the packer keeps. Results don't depend on the budget.
 
-    In a process group nothing begins again: the other processes wait for this one where it stopped.
+    Among several processes nothing begins again: the other processes wait for this one where it stopped.
 
     Args:
         phase: for the messages, as "the policy's update".
@@ -44,7 +44,7 @@ def within_memory(
         return work()
     except torch.OutOfMemoryError as error:
         smaller = _half(packer)
-        if smaller is None or dist.is_initialized():
+        if smaller is None or several_processes():
             raise _failure(packer, phase, error) from error
         place = _place(packer, phase)
     # Outside the handler: the exception held the frames of the pass, and with them its activations.

@@ -7,6 +7,7 @@ from torch import nn
 
 from foveal.models.feature_store import FeatureStore
 from foveal.models.head import Head, TokenScores, head_of, score_tokens
+from foveal.models.ulysses import Ulysses
 from foveal.train.forward import autocast, source_states
 from foveal.train.packing import Pack
 
@@ -21,6 +22,7 @@ class TokenScorer(nn.Module):
         autocast: the type that matrix products run in where it isn't the weights' own, else None.
         store: for what an untrained vision tower makes of pictures; whoever holds it clears it.
         offload: what the backward pass needs waits in host memory.
+        ulysses: the processes that share each pack's tokens; all of them score the same packs, and get all scores.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class TokenScorer(nn.Module):
         autocast: torch.dtype | None,
         store: FeatureStore | None = None,
         offload: bool = False,
+        ulysses: Ulysses | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.offload = offload
         self.store = store
+        self.ulysses = ulysses
         self.temperature = temperature
         self.autocast = autocast
         self.forbidden: torch.Tensor
@@ -49,21 +53,41 @@ class TokenScorer(nn.Module):
             with_entropy: also each token's entropy.
             reference: the reference policy's `head` of the same pack, for the exact KL.
         """
+        targets, owned = pack.targets, None
+        if self.ulysses is not None:
+            owned = self.ulysses.owned(pack.source, pack.token_ids.shape[1])
+            targets = targets[owned]
         with autocast(pack.token_ids.device, self.autocast):
-            return score_tokens(
+            scores = score_tokens(
                 self._head(pack),
-                pack.targets,
+                targets,
                 temperature=self.temperature,
                 forbidden=self.forbidden,
                 with_entropy=with_entropy,
                 reference=reference,
             )
+        if self.ulysses is None or owned is None:
+            return scores
+        return _gathered(scores, self.ulysses, owned, len(pack.targets))
 
     @torch.no_grad()
     def head(self, pack: Pack) -> Head:
-        """The hidden states and output layer that predict the pack's response tokens, without gradient."""
+        """The hidden states and output layer that predict the pack's response tokens, without gradient.
+
+        Among processes that share the pack's tokens, those in this one's slice.
+        """
         with autocast(pack.token_ids.device, self.autocast):
             return self._head(pack)
 
     def _head(self, pack: Pack) -> Head:
-        return Head(source_states(self.model, pack, self.store, offload=self.offload), *head_of(self.model))
+        states = source_states(self.model, pack, self.store, offload=self.offload, ulysses=self.ulysses)
+        return Head(states, *head_of(self.model))
+
+
+def _gathered(scores: TokenScores, ulysses: Ulysses, owned: torch.Tensor, count: int) -> TokenScores:
+    """The scores of all `count` response tokens, from those that each process has."""
+
+    def whole(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else ulysses.gather(values, owned, count)
+
+    return TokenScores(ulysses.gather(scores.logprobs, owned, count), whole(scores.entropy), whole(scores.kl))
