@@ -1,0 +1,102 @@
+"""Where the trainer's time and memory go: the kernels of a micro-batch, and peaks with and without offload."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from foveal.cluster.worker import Worker
+from foveal.train.offload import phase_parkings
+from foveal.types import Group
+
+GIB = 2**30
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> float:
+    """The seconds that `work` takes, the device's part included."""
+    _synchronize()
+    started = time.perf_counter()
+    work(*arguments)
+    _synchronize()
+    return time.perf_counter() - started
+
+
+def _synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def update(worker: Worker, groups: list[Group]) -> None:
+    metrics = worker.update(groups, 1, 100, 0.0)
+    assert "actor/grad_norm" in metrics, f"no optimizer step was taken: {metrics}"
+    assert "actor/not_finite_steps" not in metrics, metrics
+
+
+def profile(worker: Worker, groups: list[Group], repeats: int) -> str:
+    """The kernels of forward and backward of one micro-batch, and the share of time that the device is busy."""
+    assert worker.policy is not None
+    packer, scorer = worker.policy.packer, worker.policy.scorer.train()
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            scores = scorer(packer.build(packer.split(groups)[0]), with_entropy=True)
+            scores.logprobs.mean().backward()
+
+    work(1)
+    on = "CUDA" if DEVICE.type == "cuda" else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, on)]) as profiler:
+        took = timed(work, repeats)
+    worker.policy.optimizer.zero_grad(set_to_none=True)
+    scorer.eval()
+    spans, by_name = [], defaultdict[str, list[float]](list)
+    for event in profiler.events() or []:
+        if event.device_type == getattr(torch.autograd.DeviceType, on):
+            spans.append((event.time_range.start, event.time_range.end))
+            by_name[event.name].append(event.time_range.elapsed_us())
+    busy, covered = 0.0, 0.0
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    total = sum(map(sum, by_name.values()))
+    tokens = sum(part.tokens(packer.shared_prefix) for part in packer.parts)
+    lines = [f"{repeats} × {tokens:,} tokens: {took / repeats * 1e3:.1f} ms each, busy {busy / took / 1e6:.1%}"]
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:25]:
+        lines.append(f"{sum(times) / 1e3:9.2f} ms {sum(times) / total:6.1%} {len(times):6d} × {name[:110]}")
+    return "\n".join(lines)
+
+
+def measure_memory(worker: Worker, groups: list[Group], *, offload: bool) -> dict[str, float]:
+    """GiB of the device: weights; resting, in a rollout and at the peaks of both passes, with optimizer states."""
+    found: dict[str, float] = {"weights": allocated()}
+    update(worker, groups)  # brings the optimizer's states
+    gc.collect()
+    found["at_rest"] = allocated()
+    if offload:
+        assert worker.policy is not None
+        absent: dict[str, Any] = {"reference": None, "critic": None, "critic_optimizer": None}
+        parts = {"actor": worker.model, "optimizer": worker.policy.optimizer}
+        # Not the worker's own: its engine samples with the trainer's weights, where vLLM has its own.
+        worker.parked = phase_parkings(worker.config, DEVICE, **parts, **absent)
+        for turn in ("first", "second"):  # the first one takes host memory
+            found[f"away_seconds_{turn}"] = sum(timed(parking.away) for parking in worker.parked.values())
+            found["in_rollout"] = allocated()
+            if turn == "first":
+                found["back_seconds"] = sum(timed(parking.back) for parking in worker.parked.values())
+    found.setdefault("in_rollout", found["at_rest"])
+    worker.performance({})
+    worker.old_logprobs(groups)
+    update(worker, groups)
+    peaks = worker.performance({})
+    found |= {f"peak_{name.rpartition('/')[2]}": value for name, value in peaks.items() if "peak_memory" in name}
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def allocated() -> float:
+    """GiB of the device that tensors take."""
+    return torch.cuda.memory_allocated() / GIB if DEVICE.type == "cuda" else 0.0
