@@ -43,21 +43,30 @@ def kernel_profile(engine: RolloutEngine, prompts: list[Prompt], sampling: Sampl
         if group.prompt is closing:
             profiler.stop()
             engine.abort({prompt.uid for prompt in others})
+    busy, window, table = kernel_table(profiler)
+    if not table:
+        return "the profiler saw no kernels\n"
+    return f"about {steps} decode steps: {window / 1e3:.1f} ms, device busy {busy / window:.1%}\n{table}\n"
+
+
+def kernel_table(profiler: torch.profiler.profile) -> tuple[float, float, str]:
+    """Microseconds in which the device was busy, those from the first kernel to the last, and the 25 costliest ones."""
+    on = getattr(torch.autograd.DeviceType, "CUDA" if torch.cuda.is_available() else "CPU")
     spans = []
     by_name: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events() or []:
-        if event.device_type == getattr(torch.autograd.DeviceType, on):
+        if event.device_type == on:
             spans.append((event.time_range.start, event.time_range.end))
             by_name[event.name].append(event.time_range.elapsed_us())
     if not spans:
-        return "the profiler saw no kernels\n"
+        return 0.0, 0.0, ""
     busy, covered = 0.0, min(spans)[0]
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, covered))
         covered = max(covered, end)
-    window = covered - min(spans)[0]
     total = sum(map(sum, by_name.values()))
-    lines = [f"about {steps} decode steps: {window / 1e3:.1f} ms, device busy {busy / window:.1%}"]
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:25]:
-        lines.append(f"{sum(times) / 1e3:9.2f} ms {sum(times) / total:6.1%} {len(times):6d} × {name[:110]}")
-    return "\n".join(lines) + "\n"
+    lines = [
+        f"{sum(times) / 1e3:9.2f} ms {sum(times) / total:6.1%} {len(times):6d} × {name[:110]}"
+        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:25]
+    ]
+    return busy, covered - min(spans)[0], "\n".join(lines)

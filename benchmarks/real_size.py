@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,8 @@ from PIL import Image
 
 from foveal.quickstart.tiny import Family, build_tiny
 
+CHAT_TOKENS = 21
+"""What the chat template and the vision marks add to one picture and a question."""
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -210,3 +215,15 @@ def picture_rows(folder: Path, count: int, *, width: int = 672, height: int = 44
     out = folder / "rows.jsonl"
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return out
+
+
+def models_asked_for(parser: argparse.ArgumentParser, names: str) -> str:
+    """The one model of a comma-separated list; several run one after the other, each in a process of its own, and then
+    the script ends."""
+    sizes = names.split(",")
+    if unknown := set(sizes) - SIZES.keys():
+        parser.error(f"--models: no {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
+    if len(sizes) > 1:
+        commands = [[sys.executable, *sys.argv, "--models", size] for size in sizes]
+        sys.exit(max(subprocess.run(command, check=False).returncode != 0 for command in commands))
+    return sizes[0]

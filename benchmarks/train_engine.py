@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -33,19 +32,18 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.real_size import SIZES, build_model, picture_rows, random_module
+from benchmarks.real_size import CHAT_TOKENS, SIZES, build_model, models_asked_for, picture_rows, random_module
 from benchmarks.train_profiles import DEVICE, allocated, measure_memory, profile, timed, update
 from foveal.cluster.worker import Worker
 from foveal.config import Config, load_config
 from foveal.data.loader import open_loader
 from foveal.errors import DeviceMemoryError
-from foveal.models.loading import DTYPES, _prepare
+from foveal.models.loading import DTYPES, prepare
 from foveal.preflight import open_processing
 from foveal.train.budget import set_budgets
 from foveal.types import Group, Metrics, Prompt, Response
 
 N = 5
-CHAT_TOKENS = 21  # what the chat template and the vision marks add to picture and question
 MEMORY_BUDGET = 8192  # of the memory table: `auto` would fill whatever is free
 PRECISIONS = {"bf16": "adamw_bf16", "amp": "adamw", "amp8bit": "adamw_8bit"}
 CHECKPOINTING = {"full": "true", "selective": "selective", "none": "false"}
@@ -80,7 +78,7 @@ class RandomWorker(Worker):
 
     def _load(self, dtype: str) -> Any:
         model = random_module(Path(self.config.worker.actor.model.model_path or ""), DEVICE, DTYPES[dtype])
-        _prepare(model, DEVICE)
+        prepare(model, DEVICE)
         return model
 
 
@@ -285,14 +283,9 @@ def main() -> None:
         options.groups, options.steps, options.prompt, options.tokens = 4, 2, 128, 12
     if options.groups % options.steps:
         parser.error("--groups must be a multiple of --steps")
-    sizes = ["30B-A3B"] if options.moe else options.models.split(",")
-    if unknown := set(sizes) - SIZES.keys():
-        parser.error(f"--models: no {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
-    if len(sizes) > 1:
-        commands = [[sys.executable, __file__, *sys.argv[1:], "--models", size] for size in sizes]
-        sys.exit(max(subprocess.run(command, check=False).returncode != 0 for command in commands))
+    size = models_asked_for(parser, "30B-A3B" if options.moe else options.models)
     with tempfile.TemporaryDirectory() as temporary:
-        measure(sizes[0], options, Path(temporary))
+        measure(size, options, Path(temporary))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.engine_profiles import kernel_table
 from foveal.cluster.worker import Worker
 from foveal.train.offload import phase_parkings
 from foveal.types import Group
@@ -54,21 +54,10 @@ def profile(worker: Worker, groups: list[Group], repeats: int) -> str:
         took = timed(work, repeats)
     worker.policy.optimizer.zero_grad(set_to_none=True)
     scorer.eval()
-    spans, by_name = [], defaultdict[str, list[float]](list)
-    for event in profiler.events() or []:
-        if event.device_type == getattr(torch.autograd.DeviceType, on):
-            spans.append((event.time_range.start, event.time_range.end))
-            by_name[event.name].append(event.time_range.elapsed_us())
-    busy, covered = 0.0, 0.0
-    for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
-    total = sum(map(sum, by_name.values()))
+    busy, _, table = kernel_table(profiler)
     tokens = sum(part.tokens(packer.shared_prefix) for part in packer.parts)
-    lines = [f"{repeats} × {tokens:,} tokens: {took / repeats * 1e3:.1f} ms each, busy {busy / took / 1e6:.1%}"]
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:25]:
-        lines.append(f"{sum(times) / 1e3:9.2f} ms {sum(times) / total:6.1%} {len(times):6d} × {name[:110]}")
-    return "\n".join(lines)
+    head = f"{repeats} × {tokens:,} tokens: {took / repeats * 1e3:.1f} ms each, busy {busy / took / 1e6:.1%}"
+    return f"{head}\n{table}"
 
 
 def measure_memory(worker: Worker, groups: list[Group], *, offload: bool) -> dict[str, float]:

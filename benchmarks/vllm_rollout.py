@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.engine_profiles import host_profile, kernel_profile
-from benchmarks.real_size import SIZES, build_model, picture_rows, random_module
+from benchmarks.real_size import CHAT_TOKENS, SIZES, build_model, models_asked_for, picture_rows, random_module
 from foveal.config import Config, load_config
 from foveal.data.loader import THREADS, PromptLoader, open_loader
 from foveal.models.loading import DTYPES
@@ -46,7 +45,6 @@ from foveal.types import Group, Prompt, Sampling
 
 HEIGHT, WIDTH = 448, 672
 PROMPT_TOKENS = 560
-CHAT_TOKENS = 21  # what the chat template and the vision marks add to picture and question
 WARM_PROMPTS = 16
 GIB = 2**30
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -255,14 +253,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.torch_profile and options.tokens <= options.torch_profile + 16:
         parser.error("--torch-profile: STEPS + 16 must be fewer than --tokens")
-    sizes = options.models.split(",")
-    if unknown := set(sizes) - SIZES.keys():
-        parser.error(f"--models: no {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
-    if len(sizes) > 1:
-        commands = [[sys.executable, __file__, *sys.argv[1:], "--models", size] for size in sizes]
-        sys.exit(max(subprocess.run(command, check=False).returncode != 0 for command in commands))
+    size = models_asked_for(parser, options.models)
     with tempfile.TemporaryDirectory() as temporary:
-        measure(sizes[0], options, Path(temporary))
+        measure(size, options, Path(temporary))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import torch
 from foveal.config import Config
 from foveal.config.schema_model import TrainedConfig
 from foveal.errors import ConfigError
-from foveal.models.families import family_of, read_config
-from foveal.models.loading import DTYPES
+from foveal.models.loading import DTYPES, empty_model
 
 KEPT_FREE = 0.03
 """Part of the device that contexts, kernels and fragments take."""
@@ -59,19 +58,14 @@ def held_bytes(config: Config, *, train: bool) -> int:
     if config.algorithm.uses_reference and not worker.ref.offload.offload_params:
         held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize
     if config.algorithm.uses_critic:
-        source = worker.critic.model.model_path or worker.actor.model.model_path or ""
-        held += count_parameters(source) * _bytes_per_weight(worker.critic)
+        source = worker.critic.model.model_path
+        held += (count_parameters(source) if source else parameters) * _bytes_per_weight(worker.critic)
     return held
 
 
 def count_parameters(model_path: str) -> int:
     """Weights of a model, from its configuration alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    family = family_of(read_config(model_path), model_path)
-    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = auto.from_config(AutoConfig.from_pretrained(model_path))
+    model = empty_model(model_path, dtype=torch.float32, device=torch.device("cpu"))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

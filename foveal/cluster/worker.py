@@ -15,9 +15,8 @@ from foveal.config import Config
 from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
 from foveal.errors import EngineError
-from foveal.models.attention import install
 from foveal.models.feature_store import FeatureStore
-from foveal.models.loading import DTYPES, load_model
+from foveal.models.loading import DTYPES, load_model, prepare
 from foveal.models.named_tensors import named_tensors
 from foveal.models.parts import freeze_parts
 from foveal.models.recompute import set_checkpointing
@@ -64,7 +63,7 @@ class Worker:
             model = self._load(dtype)
         else:
             model = load_trained(checkpoint, dtype=DTYPES[dtype]).to(self.device)
-            install(model)
+            prepare(model, self.device)
         freeze_parts(model, actor.model)
         self.scorer = scorer = self._scorer(model)
         model.eval()
@@ -296,7 +295,6 @@ class Worker:
         self.forget_step()
         self._share_features()
         self.weight_version = step
-        self.rest_engine()
 
     def close(self) -> None:
         """Ends the engine."""

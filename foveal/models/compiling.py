@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from foveal.models.positions import backbone
+from foveal.models.positions import decoder_of
+from foveal.models.vision import vision_tower
 from foveal.track import console
 
 _GRAPHS = 32
@@ -30,9 +31,8 @@ def compile_layers(model: nn.Module, *, vision: bool, backend: str | Callable[..
             forward of Qwen2.5-VL's odd width (3,420) is padded otherwise than the first, and the backward pass fails.
         backend: torch.compile's.
     """
-    base = backbone(model)
-    decoder = getattr(base, "language_model", base)
-    tower = getattr(base, "visual", None)
+    decoder = decoder_of(model)
+    tower: Any = vision_tower(model)
     blocks: list[nn.Module] = list(tower.blocks) if vision and tower is not None else []
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     decoder.register_forward_pre_hook(_prepare, with_kwargs=True)

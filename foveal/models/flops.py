@@ -17,7 +17,8 @@ from torch import nn
 
 from foveal.models.attention import Segments
 from foveal.models.grids import Grid, visual_tokens
-from foveal.models.positions import backbone
+from foveal.models.positions import decoder_of
+from foveal.models.vision import projectors, vision_tower
 
 _PEAK_BF16 = {  # dense tensor-core peaks in FLOP/s, from the vendors' data sheets
     "H200": 989e12,
@@ -103,10 +104,9 @@ class FlopCounter:
     """
 
     def __init__(self, model: Any) -> None:
-        base = backbone(model)
-        tower = getattr(base, "visual", None)
+        tower = vision_tower(model)
         self._tower = None if tower is None else _Tower(tower)
-        decoder = getattr(base, "language_model", base)
+        decoder = decoder_of(model)
         head = model.get_output_embeddings()
         below = [*decoder.embed_tokens.parameters(), *(tower.parameters() if tower is not None else ())]
         flows = _is_trained([*below, *decoder.layers.parameters()])
@@ -139,7 +139,7 @@ class _Tower:
     def __init__(self, tower: Any) -> None:
         self._merge = tower.spatial_merge_size
         self._window = _merged_window(tower)
-        mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", [])]
+        mergers = projectors(tower)
         blocks_flow = _is_trained([*tower.patch_embed.parameters(), *tower.blocks.parameters()])
         mergers_flow = blocks_flow or any(_is_trained(merger.parameters()) for merger in mergers)
         self._patch, self._merged, self._pair, self._window_pair = _Cost(), _Cost(), _Cost(), _Cost()

@@ -51,7 +51,7 @@ def load_model(
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
     refuse_gaps(model_path, report, section)
-    _prepare(model, device)
+    prepare(model, device)
     model.to(device)
     return model
 
@@ -81,12 +81,13 @@ def empty_model(
             config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
         )
     model.tie_weights()
-    _prepare(model, device)
+    prepare(model, device)
     assert isinstance(model, nn.Module)
     return model.eval()
 
 
-def _prepare(model: nn.Module, device: torch.device) -> None:
+def prepare(model: nn.Module, device: torch.device) -> None:
+    """Installs our attention and experts, and what makes the vision tower faster where the model is to compute."""
     install(model)
     install_experts(model)
     tower = vision_tower(model)

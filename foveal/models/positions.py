@@ -21,6 +21,12 @@ def backbone(model: Any) -> Any:
     return getattr(model, model.base_model_prefix)
 
 
+def decoder_of(model: Any) -> Any:
+    """The decoder without its language-model head, which VLMs nest in the backbone."""
+    base = backbone(model)
+    return getattr(base, "language_model", base)
+
+
 @torch.no_grad()
 def prompt_positions(
     model: nn.Module, expanded_ids: Sequence[int], features: Mapping[str, torch.Tensor] | None

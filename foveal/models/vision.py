@@ -90,7 +90,7 @@ def same_features(tower: nn.Module | None, other: nn.Module | None) -> bool:
     )
 
 
-def _projectors(tower: Any) -> list[nn.Module]:
+def projectors(tower: Any) -> list[nn.Module]:
     """The modules that turn patches into what the decoder takes: of the last layer, then of the deep-stack layers."""
     return [tower.merger, *getattr(tower, "deepstack_merger_list", [])]
 
@@ -101,8 +101,8 @@ def _fixed_part(tower: nn.Module) -> _Fixed:
     trained = {p for p in tower.parameters() if p.requires_grad}
     if not trained:
         return _Fixed.TOWER
-    projectors = {p for module in _projectors(tower) for p in module.parameters()}
-    return _Fixed.TRUNK if trained <= projectors else _Fixed.NOTHING
+    in_projectors = {p for module in projectors(tower) for p in module.parameters()}
+    return _Fixed.TRUNK if trained <= in_projectors else _Fixed.NOTHING
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ def _run_trunk(tower: Any, pictures: list[Picture]) -> list[Columns]:
     """What the projectors get in a forward over all pictures: (patches, width) each."""
     columns: list[torch.Tensor] = []
     with ExitStack() as hooks:
-        # In the order of `_projectors`, which is not that of the forward.
-        for number, projector in enumerate(_projectors(tower)):
+        # In the order of `projectors`, which is not that of the forward.
+        for number, projector in enumerate(projectors(tower)):
             columns.append(torch.empty(0))
 
             def keep(module: nn.Module, inputs: tuple[torch.Tensor], number: int = number) -> None:
@@ -150,7 +150,7 @@ def _project(tower: Any, pictures: list[Picture], inputs: list[Columns]) -> list
     """The rest of the forward after `_run_trunk`, with gradient."""
     columns = [
         projector(torch.cat(column))
-        for projector, column in zip(_projectors(tower), zip(*inputs, strict=True), strict=True)
+        for projector, column in zip(projectors(tower), zip(*inputs, strict=True), strict=True)
     ]
     order = window_order(tower, [p.grid for p in pictures], columns[0].device)
     if order is not None:

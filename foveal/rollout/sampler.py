@@ -8,6 +8,11 @@ import numpy as np
 import torch
 
 
+def answer_key(seed: int, uid: str, answer: int, size: int) -> int:
+    """A number of `size` bytes that belongs to one answer, whatever else is in the batch."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{answer}:{uid}".encode(), digest_size=size).digest(), "little")
+
+
 def answer_uniforms(seed: int, uid: str, answer: int, count: int) -> np.ndarray:
     """The random numbers of one answer: one per token, whatever else is in the batch.
 
@@ -18,8 +23,7 @@ def answer_uniforms(seed: int, uid: str, answer: int, count: int) -> np.ndarray:
     Returns:
         (count,) float64 in [0, 1).
     """
-    key = hashlib.blake2b(f"{seed}:{answer}:{uid}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).random(count)
+    return np.random.Generator(np.random.Philox(key=answer_key(seed, uid, answer, 16))).random(count)
 
 
 def sample(

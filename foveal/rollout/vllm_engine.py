@@ -31,6 +31,7 @@ STEP_LIMIT = 600.0
 """Seconds that the engine may go without finishing a step."""
 WAITING = 256
 """Requests that wait in vLLM for their turn: more than begin in one step."""
+_NOTHING = np.zeros(0, np.float32)
 IDLE_LIMIT = 1000
 """Steps in a row that schedule nothing while answers are open: then none ever will."""
 
@@ -227,28 +228,27 @@ class VllmEngine(RolloutEngine):
 
     def _take(self, output: Any) -> None:
         """What vLLM's own scheduler says of one request after one step."""
-        job = self._open.get(output.request_id)
-        if job is None:
-            return
-        if output.new_token_ids:
-            answer = job.answers[output.request_id]
-            answer.tokens.append(np.asarray(output.new_token_ids, dtype=np.int64))
-            answer.logprobs.append(output.new_logprobs.logprobs[:, 0].astype(np.float32))
-        if output.finish_reason is not None:
-            self._finish(output.request_id, str(output.finish_reason))
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        tokens = np.asarray(output.new_token_ids, dtype=np.int64)
+        logprobs = output.new_logprobs.logprobs[:, 0].astype(np.float32) if len(tokens) else _NOTHING
+        self._extend(output.request_id, tokens, logprobs, reason)
 
     def _take_pieces(self) -> bool:
-        """What bursts wrote since the last call; whether there was anything, or a burst is at work."""
+        """What bursts wrote since the last call; whether a burst is at work."""
         scheduler = self.core.scheduler
         for piece in scheduler.take_pieces():
-            job = self._open.get(piece.request_id)
-            if job is None:
-                continue
-            job.answers[piece.request_id].tokens.append(piece.token_ids)
-            job.answers[piece.request_id].logprobs.append(piece.logprobs)
-            if piece.finish_reason is not None:
-                self._finish(piece.request_id, piece.finish_reason)
+            self._extend(*piece)
         return scheduler.burst is not None and bool(scheduler.running)
+
+    def _extend(self, name: str, tokens: np.ndarray, logprobs: np.ndarray, reason: str | None) -> None:
+        """Adds to an answer, and ends it where there is a reason; one that is not open any more is passed over."""
+        job = self._open.get(name)
+        if job is None:
+            return
+        job.answers[name].tokens.append(tokens)
+        job.answers[name].logprobs.append(logprobs)
+        if reason is not None:
+            self._finish(name, reason)
 
     def _finish(self, name: str, reason: str) -> None:
         job = self._open.pop(name)

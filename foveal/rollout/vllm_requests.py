@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from foveal.errors import ConfigError
+from foveal.models.grids import visual_tokens
+from foveal.rollout.sampler import answer_key
 from foveal.types import Prompt, Sampling
 
 FORBID = -100.0
@@ -146,7 +148,7 @@ class RequestBuilder:
     def _lengths(self, features: Any) -> list[int]:
         """Visual tokens of each picture."""
         merge = self.processor.info.get_hf_config().vision_config.spatial_merge_size
-        return (features["image_grid_thw"].prod(-1) // merge**2).tolist()
+        return [visual_tokens((t, h, w), merge) for t, h, w in features["image_grid_thw"].tolist()]
 
 
 def _known_hashes(hashes: list[Any], request: Any) -> list[Any]:
@@ -155,6 +157,5 @@ def _known_hashes(hashes: list[Any], request: Any) -> list[Any]:
 
 
 def answer_seed(seed: int, uid: str, answer: int) -> int:
-    """The seed of one answer: 63 bits that depend on nothing else in the batch."""
-    digest = hashlib.blake2b(f"{seed}:{answer}:{uid}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    """The seed of one answer: 63 bits."""
+    return answer_key(seed, uid, answer, 8) >> 1

@@ -66,7 +66,6 @@ class Burst:
         self.scheduled = np.zeros(len(requests), dtype=np.int64)
         self.alive = np.ones(len(requests), dtype=bool)
         self.stop_ids = np.array(requests[0].sampling_params.stop_token_ids or [], dtype=np.int64)
-        self.index = {request.request_id: row for row, request in enumerate(requests)}
         self._use(np.arange(len(requests)))
 
     def _use(self, rows: np.ndarray) -> None:

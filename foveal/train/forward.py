@@ -10,7 +10,7 @@ from torch import nn
 from foveal.config.schema_model import FsdpConfig
 from foveal.models.feature_store import FeatureStore
 from foveal.models.loading import DTYPES
-from foveal.models.positions import backbone
+from foveal.models.positions import backbone, decoder_of
 from foveal.models.recompute import offloaded_activations
 from foveal.models.ulysses import Ulysses
 from foveal.models.vision import encode
@@ -54,7 +54,7 @@ def _source_states(model: nn.Module, pack: Pack, store: FeatureStore | None, uly
     if ulysses is not None:
         source = ulysses.local(source, pack.token_ids.shape[1])
         embeddings, positions = ulysses.slice(embeddings, 1), ulysses.slice(positions, -1)
-    output = getattr(base, "language_model", base)(
+    output = decoder_of(model)(
         inputs_embeds=embeddings,
         position_ids=positions,
         use_cache=False,

@@ -12,7 +12,8 @@ from torch import nn
 
 from foveal.models.flops import FlopCounter, Work, peak_flops, visible_pairs
 from foveal.models.grids import Grid
-from foveal.models.positions import backbone
+from foveal.models.positions import decoder_of
+from foveal.models.vision import vision_tower
 from foveal.types import Group, Metrics, Prompt
 
 _GIB = 1024**3
@@ -56,8 +57,7 @@ class Meter:
         """
         model: Any = scorer.model
         counter = self._counters[scorer] = FlopCounter(model)
-        base = backbone(model)
-        decoder = getattr(base, "language_model", base)
+        tower = vision_tower(model)
 
         def count(work: Work) -> None:
             if self._open is not None:
@@ -74,9 +74,9 @@ class Meter:
                 count(Work(grids=tuple((t, h, w) for t, h, w in options["grid_thw"].tolist())))
 
         scorer.register_forward_pre_hook(lambda _, args: count(Work(scored=len(args[0].targets))))
-        decoder.register_forward_pre_hook(decode, with_kwargs=True)
-        if hasattr(base, "visual"):
-            base.visual.register_forward_pre_hook(look, with_kwargs=True)
+        decoder_of(model).register_forward_pre_hook(decode, with_kwargs=True)
+        if tower is not None:
+            tower.register_forward_pre_hook(look, with_kwargs=True)
 
     @contextmanager
     def phase(self, name: str, scorer: nn.Module, groups: Sequence[Group], *, passes: int = 1) -> Iterator[None]:

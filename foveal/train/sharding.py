@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from foveal.config.schema_model import FsdpConfig
 from foveal.errors import ConfigError
 from foveal.models.loading import DTYPES
-from foveal.models.positions import backbone
+from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
 from foveal.train.scorer import TokenScorer
 
@@ -143,9 +143,9 @@ def is_trained(module: nn.Module) -> bool:
 
 def _units(model: Any) -> list[nn.Module]:
     """What is gathered on its own."""
-    tower, base = vision_tower(model), backbone(model)
+    tower = vision_tower(model)
     blocks = [] if tower is None else [block for block in tower.get_submodule("blocks").children() if is_trained(block)]
-    layers = list(getattr(base, "language_model", base).layers)
+    layers = list(decoder_of(model).layers)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     return [*blocks, *layers] if tied else [*blocks, *layers, embedding]
