@@ -8,13 +8,17 @@ from pathlib import Path
 
 from foveal.cluster.group import start_workers
 from foveal.config import Config
+from foveal.config.schema_model import LoraConfig
 from foveal.data.loader import open_loader
 from foveal.preflight import check_runnable, open_processing
+from foveal.resume import plain_model
 from foveal.reward.runner import RewardRunner
 from foveal.track import Trackers, console
 from foveal.track.metrics import timing_metrics
 from foveal.track.timing import timer
-from foveal.train.retention import Checkpoints, read_state
+from foveal.train.checkpoint import check_actor
+from foveal.train.retention import Checkpoints
+from foveal.train.step_folder import read_state
 from foveal.validation import Validator
 
 
@@ -33,13 +37,17 @@ def evaluate(config: Config, model: str | None = None) -> int:
     Raises:
         FovealError: anything the user can cure.
     """
+    if model is None and (plain := plain_model(config.trainer.load_checkpoint_path)) is not None:
+        model = str(plain)
     checkpoint = _checkpoint(config, model)
     if checkpoint is not None:
         config.worker.actor.model.model_path = str(checkpoint / "actor" / "huggingface")
         config.worker.actor.model.tokenizer_path = None
+        config.worker.actor.model.lora = _adapters(checkpoint / "actor")
     elif model is not None:
         config.worker.actor.model.model_path = model
         config.worker.actor.model.tokenizer_path = None
+        config.worker.actor.model.lora = LoraConfig()
     scored = str(checkpoint or config.worker.actor.model.model_path)
     check_runnable(config)
     console.note(f"scoring {scored}")
@@ -67,14 +75,22 @@ def evaluate(config: Config, model: str | None = None) -> int:
     return 0
 
 
+def _adapters(actor: Path) -> LoraConfig:
+    """The adapters that a checkpoint has, whatever the configuration says of those that are to be trained."""
+    lora = check_actor(actor).lora
+    if lora is None:
+        return LoraConfig()
+    return LoraConfig(rank=lora["r"], alpha=lora["lora_alpha"], target_modules=lora["target_modules"])
+
+
 def _checkpoint(config: Config, model: str | None) -> Path | None:
     """The `global_step_N` folder that is meant, or None for a plain model."""
     checkpoints = Checkpoints(config.trainer.checkpoint_dir, -1)
     if model is not None:
-        return checkpoints.resolve(model) if _looks_like_checkpoint(Path(model)) else None
+        return checkpoints.resolve(model, contents=True) if _looks_like_checkpoint(Path(model)) else None
     if config.trainer.load_checkpoint_path:
-        return checkpoints.resolve(config.trainer.load_checkpoint_path)
-    return checkpoints.latest() if config.trainer.find_last_checkpoint else None
+        return checkpoints.resolve(config.trainer.load_checkpoint_path, contents=True)
+    return checkpoints.latest(contents=True) if config.trainer.find_last_checkpoint else None
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from foveal.cluster.worker import Worker
 from foveal.config import Config
 from foveal.data.loader import open_loader
+from foveal.models.lora import has_lora, lora_layers
 from foveal.preflight import check_runnable, open_processing
 from foveal.rollout.collect import training_sampling
 from foveal.rollout.engine import choose_engine
@@ -35,8 +36,8 @@ COLUMN = "trainer_logprobs"
 def check_parity(config: Config, rows: int) -> int:
     """Samples answers to the first training prompts, scores them with the trainer too, and prints the differences.
 
-    Then it does the same once more after changing every weight a little and handing the weights over, which shows what
-    is stale. Nothing is trained or written.
+    Then it does the same once more after changing every weight a little, or the adapters where there are some, and
+    handing the weights over, which shows what is stale. Nothing is trained or written.
 
     Args:
         rows: how many prompts to take, at most; `worker.rollout.n` answers each.
@@ -70,7 +71,8 @@ def check_parity(config: Config, rows: int) -> int:
         worker.weight_version += 1
         updated = _answer(worker, prompts, sampling)
         second = Gap.of(updated)
-        _report("after a weight update", second, processing.tokenizer)
+        changed = "a change of the adapters" if has_lora(worker.model) else "a weight update"
+        _report(f"after {changed}", second, processing.tokenizer)
         console.note(f"  an engine with the old weights would be off by {_moved(worker, groups):.2g} in the mean")
     return _judge(first, second, set(dtypes.values()) == {torch.float32})
 
@@ -136,9 +138,17 @@ class Gap:
 
 @torch.no_grad()
 def change_weights(model: nn.Module) -> None:
-    """Adds seeded noise to every weight, vision tower included: normal, `NOISE` times the weight's own size."""
+    """Adds seeded noise to every weight, vision tower included: normal, `NOISE` times the weight's own size.
+
+    Where the model has adapters they alone are changed, by as much.
+    """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
-    for weight in model.parameters():
+    adapted = lora_layers(model).values()
+    for layer in adapted:
+        noise = torch.randn(layer.lora_B.shape, generator=generator, device=layer.lora_B.device)
+        size = layer.weight.float().norm() / (layer.scaling * noise @ layer.lora_A).norm()
+        layer.lora_B.add_(noise * (NOISE * size))
+    for weight in () if adapted else model.parameters():
         noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype)
         weight.addcmul_(noise, weight.abs().clamp_(min=NOISE_FLOOR), value=NOISE)
 

@@ -11,6 +11,7 @@ from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.data.processing import Processing, load_processing
 from foveal.errors import ConfigError
 from foveal.models.families import family_of, read_config
+from foveal.models.lora_setup import adopt_adapters, check_adapters
 from foveal.rollout.collect import training_sampling, validation_sampling
 from foveal.rollout.engine import choose_engine
 from foveal.rollout.transformers_engine import check_extra
@@ -35,9 +36,12 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
     problems = missing(config, scored=scored) + unsupported(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+    trains = scored and not config.trainer.val_only
+    adopt_adapters(config)
+    check_adapters(config, critic=trains and config.algorithm.uses_critic)
     engine = choose_engine(config, say=note)
     _check_sampling(config, engine)
-    if scored and not config.trainer.val_only:
+    if trains:
         _check_algorithm(config)
         check_torchao(config)
     for line in no_effect(config, engine) + remarks(config):
@@ -71,7 +75,8 @@ def _feature_dtype(config: Config) -> torch.dtype | None:
 
     worker = config.worker
     models = [worker.actor, *([worker.critic] if config.algorithm.uses_critic else [])]
-    compute = {m.fsdp.mp_param_dtype if m.weights_dtype == "fp32" else m.weights_dtype for m in models}
+    held = [(model.weights_dtype("cuda"), model.fsdp.mp_param_dtype) for model in models]
+    compute = {mixed if weights == "fp32" else weights for weights, mixed in held}
     all_bf16 = compute | {worker.rollout.dtype} == {"bf16"}
     return torch.bfloat16 if all_bf16 and torch.cuda.is_available() else None
 

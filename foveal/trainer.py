@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,20 @@ from foveal.data.loader import open_loader
 from foveal.errors import CheckpointError, DataError, EngineError, RewardError
 from foveal.folder import RunFolder
 from foveal.preflight import check_runnable, open_processing
-from foveal.resume import check_settings, saved_settings
+from foveal.resume import Identity, check_rows, find_start, saved_settings
 from foveal.reward.runner import RewardRunner
+from foveal.rollout import surplus
 from foveal.rollout.collect import Collector, training_sampling
 from foveal.signals import Stopped, StopSignals
 from foveal.track import Trackers, console
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
-from foveal.train.checkpoint import check_critic
 from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
 from foveal.train.critic import check_critic_model
+from foveal.train.processes import in_first_process
 from foveal.train.retention import Checkpoints
+from foveal.train.sums import FileSum
 from foveal.types import Group, Metrics
 from foveal.validation import Validator
 
@@ -46,8 +50,9 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         check_runnable(config)
         self.config = config
-        self.root = config.trainer.checkpoint_dir
-        self.checkpoints = Checkpoints(self.root, config.trainer.save_limit)
+        trainer = config.trainer
+        self.root = trainer.checkpoint_dir
+        self.checkpoints = Checkpoints(self.root, trainer.save_limit, trainer.best_metric, trainer.best_mode)
         self.processing = open_processing(config)
         algorithm = config.algorithm
         self.has_critic = get_advantage(algorithm.adv_estimator).needs_values
@@ -60,27 +65,33 @@ class Trainer:
         self.val_score: tuple[int, float | None] = (-1, None)
         self.record: Metrics = {}
         self.signals = StopSignals()
+        self._started = time.monotonic()
+        self._told_of_metric = False
         with ExitStack() as held:
             held.callback(RunFolder(self.root).close)
-            found = self._find_checkpoint()
+            start = find_start(config, self.checkpoints, has_critic=self.has_critic)
             rewards = held.enter_context(RewardRunner(config.worker.reward, "train"))
             self.loader = open_loader(config, self.processing, "train")
             self.validator: Validator | None = None
             self.total_steps = self._count_steps()
+            self._surplus: list[Group] = []
+            self._rows = self._identity()
+            if start.folder is not None:
+                self._resume_data(start.folder, start.state)
+            self._loader_state = self.loader.state_dict()
             images = self.loader.most_images
             if config.data.val_files:
                 val_loader = open_loader(config, self.processing, "val")
                 val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val"))
                 images = max(images, val_loader.most_images)
-            self.workers = start_workers(config, self.processing, train=True, images=images)
+            self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
             held.callback(self.workers.close)
             if config.data.val_files:
                 self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
-            self.collector = Collector(config, self.loader, self.workers, rewards)
-            self._loader_state = self.loader.state_dict()
-            if found is not None:
-                self._resume(*found)
-            self.trackers = Trackers(config, self.root, resume_step=self.step)
+            self.collector = Collector(config, self.loader, self.workers, rewards, list(self._surplus))
+            if start.folder is not None:
+                self._resume(start.folder, start.state)
+            self.trackers = Trackers(config, self.root, resume_step=self.step, run_ids=start.tracker_ids(config))
             self._held = held.pop_all()
 
     def _count_steps(self) -> int:
@@ -105,20 +116,24 @@ class Trainer:
         with self.signals:
             try:
                 self._run()
+                self.checkpoints.wait()
                 return 0
             except Stopped as stop:
                 self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
                 return 128 + stop.signum
             except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
-                if self.saved_step != self.step:
-                    try:
+                try:
+                    if not self._is_saved():
                         self._save_after(type(error).__name__)
-                    except (
-                        CheckpointError,
-                        OSError,
-                        RuntimeError,
-                    ) as failure:  # with the engine the whole device may be gone
-                        console.warn(f"step {self.step} could not be saved: {failure}")
+                except (
+                    CheckpointError,
+                    OSError,
+                    RuntimeError,
+                ) as failure:  # with the engine the whole device may be gone
+                    console.warn(f"step {self.step} could not be saved: {failure}")
+                raise
+            except KeyboardInterrupt:
+                self.checkpoints.abandon()
                 raise
             finally:
                 self.close()
@@ -141,12 +156,13 @@ class Trainer:
             self._write_record()
         validates = trainer.val_before_train or trainer.val_freq > 0
         while self.step < self.total_steps:
+            self.checkpoints.check()
             self.train_step()
             last = self.step == self.total_steps
             if (trainer.val_freq > 0 and self.step % trainer.val_freq == 0) or (last and validates):
                 self.validate()
             if (trainer.save_freq > 0 and self.step % trainer.save_freq == 0) or last:
-                self.save()
+                self.save(background=trainer.async_save and not last)
             self._write_record()
             self.signals.check()
 
@@ -176,7 +192,7 @@ class Trainer:
                 with timer(timings, "update_actor"):
                     metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
         self.step = step
-        self._loader_state = self.loader.state_dict()
+        self._loader_state, self._surplus = self.loader.state_dict(), list(self.collector.surplus)
         self._record_step(groups, metrics, timings)
 
     def _collect(self, step: int, timings: dict[str, float]) -> tuple[list[Group], Metrics]:
@@ -191,81 +207,113 @@ class Trainer:
         with timer(timings, "validation"), self.signals.interruptible():
             metrics, samples = self.validator.run(self.step, {})
         self.workers.performance({})  # the next step is measured by itself
-        self.val_score = (self.step, metrics.get("val/reward_score"))
+        self.val_score = (self.step, self._score(metrics))
         metrics |= timing_metrics(timings)
         self.record |= metrics
         self.trackers.log_samples(samples, self.step)
         console.validation_line(self.step, metrics)
 
+    def _score(self, metrics: Metrics) -> float | None:
+        """What the checkpoint of these weights is judged by; says once where validation doesn't give it."""
+        name = self.config.trainer.best_metric
+        given = [metric for metric in metrics if metric.startswith("val/")]
+        if name not in metrics and given and not self._told_of_metric:
+            self._told_of_metric = True
+            console.warn(
+                f"trainer.best_metric: validation gives no {name}, so no checkpoint is the best; it gives "
+                f"{', '.join(given)}."
+            )
+        return metrics.get(name)
+
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Writes `global_step_N`, whole or not at all, judged by a validation of these very weights if there is one."""
+    def save(self, *, background: bool = False) -> None:
+        """Writes `global_step_N`, whole or not at all, judged by a validation of these very weights if there is one.
+
+        Args:
+            background: while training goes on, if the host has room for a copy. A failure comes up at the next step.
+
+        Raises:
+            CheckpointError: this save failed, or the one before.
+        """
         timings: dict[str, float] = {}
-
-        def write(folder: Path) -> None:
-            self.workers.save(folder, model_only=self.config.trainer.save_model_only)
-
         validated, score = self.val_score
-        if validated != self.step:
-            score = None
+        left_over = surplus.dump_groups(self._surplus) if self._surplus else None
         with timer(timings, "save_checkpoint"):
-            self.checkpoints.save(self.step, write, score, state=self._state())
+            self.checkpoints.wait()  # the snapshot before is in the memory that this one takes
+            snapshot = self.workers.snapshot(model_only=self.config.trainer.save_model_only, copied=background)
+
+            def write(folder: Path) -> None:
+                snapshot.write(folder)
+                if left_over is not None:
+                    in_first_process(lambda: (folder / surplus.FILE).write_bytes(left_over))
+
+            self.checkpoints.save(
+                self.step,
+                write,
+                score if validated == self.step else None,
+                state=self._state(left_over),
+                background=snapshot.copied,
+            )
         self.saved_step = self.step
         self.record |= timing_metrics(timings)
-        console.note(f"saved {self.checkpoints.folder(self.step)}")
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, left_over: bytes | None) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer; plain JSON."""
         return {
             "step": self.step,
             "loader": self._loader_state,
             "kl": self.kl.state_dict(),
+            "elapsed_s": self._elapsed(),
+            "trackers": self.trackers.run_ids,
+            "data": self._rows,
+            "files": {surplus.FILE: asdict(FileSum.of(left_over))} if left_over is not None else {},
             "settings": saved_settings(self.config),
         }
 
-    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to go on from, by `load_checkpoint_path` or the run's own last one, and the trainer's state.
+    def _identity(self) -> Identity:
+        data, rows = self.config.data, self.loader.builder.rows
+        return Identity(
+            source=str(data.train_files), rows=len(rows), checksum=rows.checksum([data.prompt_key, data.answer_key])
+        )
 
-        Raises:
-            CheckpointError: it is damaged, or this run cannot go on from it.
-        """
-        trainer = self.config.trainer
-        if trainer.load_checkpoint_path:
-            folder: Path | None = self.checkpoints.resolve(trainer.load_checkpoint_path)
-        else:
-            folder = self.checkpoints.latest() if trainer.find_last_checkpoint else None
-        if folder is None:
-            return None
-        state = self.checkpoints.resume(folder)
-        lacking = [name for name in ("step", "loader", "kl") if name not in state]
-        if lacking:
-            raise CheckpointError(
-                f"{folder / 'trainer_state.json'} lacks {', '.join(lacking)}: the checkpoint is damaged, or was not "
-                "written by `foveal train`. Give another one with trainer.load_checkpoint_path."
-            )
-        if self.has_critic:
-            check_critic(folder / "critic")
-        change = check_settings(state.get("settings", {}), self.config, str(folder))
-        if change:
-            console.note(change)
-        return folder, state
+    def _resume_data(self, folder: Path, state: dict[str, Any]) -> None:
+        """Goes on in the data where a checkpoint was written, with the groups that were left over there."""
+        if self.config.trainer.restart_data:
+            console.note("the training rows begin anew (trainer.restart_data)")
+            return
+        check_rows(state.get("data"), self._rows, str(folder))
+        self.loader.load_state_dict(state["loader"])
+        if surplus.FILE in state.get("files", {}):
+            self._surplus = surplus.read_groups(folder / surplus.FILE, self.loader.rebuild)
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Goes on with the models and counters of a checkpoint."""
         self.workers.load(folder, state["step"])
-        self.loader.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
-        self._loader_state = state["loader"]
         self.step = self.saved_step = state["step"]
+        self._started -= state.get("elapsed_s", 0.0)
         console.note(f"resuming from {folder}: going on after step {self.step} of {self.total_steps}")
 
+    def _elapsed(self) -> float:
+        """Seconds that the run has taken, in all processes that went on with it."""
+        return time.monotonic() - self._started
+
     def _save_after(self, reason: str) -> None:
-        if self.saved_step == self.step:
+        if self._is_saved():
             console.note(f"{reason}: stopping; nothing has been learned since step {self.saved_step}.")
             return
         console.note(f"{reason}: saving step {self.step} before stopping.")
         self.save()
+
+    def _is_saved(self) -> bool:
+        """Whether the current step is on the disk, once a save in the background has ended."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            console.warn(str(error))
+            self.saved_step = -1
+        return self.saved_step == self.step
 
     # -- the record ---------------------------------------------------------------------------------------------
 
@@ -278,6 +326,7 @@ class Trainer:
         metrics |= rollout_metrics(groups, self.config.data.max_prompt_length)
         metrics |= timing_metrics(timings, sum(answers), total)
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
+        metrics["perf/elapsed_s"] = self._elapsed()
         metrics |= self.workers.performance(timings)
         self.record |= metrics
         console.step_line(self.step, self.total_steps, metrics)
@@ -315,7 +364,8 @@ class Trainer:
         self.record = {}
 
     def close(self) -> None:
-        """Writes out what the trackers hold, ends the reward processes and lets go of the folder."""
+        """Writes out what the trackers hold, ends the reward processes and lets go of the folder; waits for a save."""
+        self._is_saved()
         self._write_record()
         draw_curve(self.trackers.log_file, self.root / "curve.png")
         self.trackers.close()

@@ -20,20 +20,22 @@ from torch.distributed.tensor import DTensor
 
 from foveal.algorithm import KLController
 from foveal.config import load_config
-from foveal.config.schema_model import FsdpConfig, ModelConfig
+from foveal.config.schema_model import FsdpConfig, LoraConfig, ModelConfig
 from foveal.data.processing import load_processing
 from foveal.models.filling import fill_weights
 from foveal.models.loading import empty_model, load_model
+from foveal.models.lora import add_lora
 from foveal.models.parts import freeze_parts
 from foveal.train.credit import assign_credit
 from foveal.train.critic import load_critic
 from foveal.train.layout import PromptLayouts
 from foveal.train.peers import Peers
 from foveal.train.policy import Policy
-from foveal.train.scorer import TokenScorer
+from foveal.train.scorer import Reference, StartScorer, TokenScorer
 from foveal.train.scoring import Packer
 from foveal.train.sharding import device_mesh, mixed_precision, shard, sums_at_end
 from foveal.types import Group
+from tests.lora_support import shake
 from tests.random_groups import random_groups
 
 CPU = torch.device("cpu")
@@ -55,6 +57,7 @@ class Case:
     frozen_tower: bool = False
     half: bool = False  # compute in bfloat16
     adam: bool = False
+    lora: bool = False  # adapters of rank 4 whose B are not zero
 
 
 @dataclass
@@ -82,8 +85,10 @@ def policy_of(case: Case, *, sharded: bool) -> Policy:
     )
     actor = config.worker.actor
     scorer = _scorer(case, actor.fsdp, sharded=sharded, checkpointing=bool(actor.model.enable_gradient_checkpointing))
-    reference = None
-    if config.algorithm.kl_penalty == "full":
+    reference: Reference | None = None
+    if config.algorithm.kl_penalty == "full" and case.lora:
+        reference = StartScorer(scorer)
+    elif config.algorithm.kl_penalty == "full":
         reference = _scorer(case, config.worker.ref.fsdp, sharded=sharded, checkpointing=False, trained=False)
     at_end = sums_at_end(scorer, actor.fsdp, mixed_precision(actor.fsdp, CPU), CPU)
     peers = Peers(scorer, CPU, sums_at_end=at_end) if sharded else None
@@ -100,6 +105,8 @@ def _scorer(case: Case, fsdp: FsdpConfig, *, sharded: bool, checkpointing: bool,
     model: Any = build(str(case.folder), dtype=case.dtype, device=CPU)
     if case.frozen_tower:
         freeze_parts(model, ModelConfig(freeze_vision_tower=True))
+    if case.lora:
+        add_lora(model, LoraConfig(rank=4, alpha=8))
     if not trained:
         model.requires_grad_(False)
     if checkpointing:
@@ -111,6 +118,8 @@ def _scorer(case: Case, fsdp: FsdpConfig, *, sharded: bool, checkpointing: bool,
             precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         shard(scorer, fsdp, device_mesh(fsdp, "cpu"), precision)
         fill_weights(model, str(case.folder), device=CPU, offloaded=fsdp.enable_cpu_offload)
+    if case.lora:
+        shake(model)
     return scorer.eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from foveal.errors import CheckpointError
-from foveal.train.checkpoint import load_actor, load_trained
+from foveal.train.checkpoint import check_actor, load_actor, load_trained
 from tests.model_helpers import Trained, load, same_tensors, train_step, trained
 
 
@@ -31,6 +32,13 @@ def saved(run: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "actor"))
+
+
+def without_checksums(folder: Path) -> None:
+    """As earlier releases wrote it."""
+    info = json.loads((folder / "foveal.json").read_text())
+    del info["crc32"]
+    (folder / "foveal.json").write_text(json.dumps(info))
 
 
 def fresh(run: Trained) -> tuple[Any, torch.optim.Optimizer]:
@@ -132,8 +140,28 @@ def test_a_missing_file_is_named(run: Trained, copy: Path, name: str) -> None:
 def test_a_shard_with_the_right_size_and_wrong_content_is_an_error(run: Trained, copy: Path) -> None:
     shard = copy / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds something else than was written \(checksum\)"):
+        load_actor(copy, *fresh(run))
+    without_checksums(copy)
     with pytest.raises(CheckpointError, match="a shard is damaged"):
         load_actor(copy, *fresh(run))
+
+
+def test_one_flipped_bit_is_an_error_and_only_when_the_files_are_read(run: Trained, copy: Path) -> None:
+    shard = copy / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert check_actor(copy).optimizer  # a listing reads nothing
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds something else"):
+        load_actor(copy, *fresh(run))
+
+
+def test_a_checkpoint_of_a_release_without_checksums_loads(run: Trained, copy: Path) -> None:
+    without_checksums(copy)
+    model, optimizer = fresh(run)
+    load_actor(copy, model, optimizer)
+    assert same_tensors(model.state_dict(), run.model.state_dict())
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_names(saved: Path, tmp_path: Path) -> None:
@@ -151,6 +179,7 @@ def test_an_index_that_would_run_code_is_refused(run: Trained, copy: Path, tmp_p
     (copy / ".metadata").write_bytes(content)
     info = json.loads((copy / "foveal.json").read_text())
     info["files"][".metadata"] = len(content)
+    info["crc32"][".metadata"] = zlib.crc32(content)
     (copy / "foveal.json").write_text(json.dumps(info))
     with pytest.raises(CheckpointError, match=r"index of the checkpoint is damaged .*posix\.mkdir"):
         load_actor(copy, *fresh(run))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +77,44 @@ def test_the_best_survives_a_resume(tmp_path: Path, write: Callable[[Path], None
     }
 
 
+def test_less_may_be_better(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    scores = {1: 0.5, 2: 0.1, 3: 0.6, 4: 0.4}
+    save_all(Checkpoints(tmp_path, 1, "val_response_length/mean", "min"), write, scores)
+    assert steps(tmp_path) == [2, 4] and tracker(tmp_path)["best_val_reward_score"] == 0.1
+
+
+def test_a_best_by_another_metric_is_not_compared_with(
+    tmp_path: Path, write: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_all(Checkpoints(tmp_path, -1), write, {1: 0.5, 2: 0.9})
+    resumed = Checkpoints(tmp_path, -1, "val/accuracy_reward")
+    resumed.resume(tmp_path / "global_step_2")
+    assert "global_step_2 was the best by val/reward_score" in capsys.readouterr().out
+    resumed.save(3, write, 0.2)
+    assert resumed.best_step == 3
+
+
+def test_words_for_checkpoints_of_the_run(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    checkpoints = Checkpoints(tmp_path, -1)
+    save_all(checkpoints, write, {1: 0.5, 2: 0.9, 3: 0.6})
+    assert checkpoints.resolve("latest") == tmp_path / "global_step_3"
+    assert checkpoints.resolve("best") == tmp_path / "global_step_2"
+    (tmp_path / "checkpoint_tracker.json").unlink()
+    assert Checkpoints(tmp_path, -1).resolve("best") == tmp_path / "global_step_2"
+
+
+@pytest.mark.parametrize(
+    ("word", "cure"), [("latest", "find_last_checkpoint|load_checkpoint_path"), ("best", "val_freq")]
+)
+def test_words_for_what_is_not_there_say_what_to_do(
+    tmp_path: Path, write: Callable[[Path], None], word: str, cure: str
+) -> None:
+    if word == "best":
+        save_all(Checkpoints(tmp_path, -1), write, {1: None})
+    with pytest.raises(CheckpointError, match=f"{word}: .*({cure})"):
+        Checkpoints(tmp_path, -1).resolve(word)
+
+
 def test_a_save_without_a_validation_is_never_the_best(tmp_path: Path, write: Callable[[Path], None]) -> None:
     save_all(Checkpoints(tmp_path, -1), write, {1: None, 2: -0.5, 3: None, 4: float("nan")})
     assert (tracker(tmp_path)["best_global_step"], tracker(tmp_path)["best_val_reward_score"]) == (2, -0.5)
@@ -131,32 +166,6 @@ def test_a_save_that_fails_leaves_the_previous_one_as_latest(
     assert "global_step_2.partial: the rest of a save that was cut short" in capsys.readouterr().out
 
 
-def test_kill_during_the_save_leaves_the_previous_one_as_latest(tmp_path: Path) -> None:
-    program = textwrap.dedent("""
-        import os, pathlib, signal, sys
-        from torch import nn
-        from foveal.train.checkpoint import save_actor
-        from foveal.train.retention import Checkpoints
-
-        root = pathlib.Path(sys.argv[1])
-        (root / "config.json").write_text('{"dtype": "float32"}')
-
-        def processing(folder):
-            if "step_2" in str(folder):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def write(folder):
-            save_actor(folder / "actor", nn.Linear(8, 8), None, source_path=str(root), save_processing=processing)
-
-        for step in (1, 2):
-            Checkpoints(root, 1).save(step, write, None)
-    """)
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert (tmp_path / "global_step_2.partial" / "actor" / "__0_0.distcp").exists()
-    assert Checkpoints(tmp_path, 1).latest() == tmp_path / "global_step_1"
-
-
 def test_saving_a_step_again_replaces_it(tmp_path: Path, write: Callable[[Path], None]) -> None:
     checkpoints = Checkpoints(tmp_path, -1)
     checkpoints.save(1, write, 0.9, state={"try": 1})
@@ -193,6 +202,32 @@ def test_latest_passes_over_a_damaged_checkpoint_and_names_it(
     (tmp_path / "global_step_2" / "actor" / "__0_0.distcp").unlink()
     assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_1"
     assert "global_step_2/actor: the checkpoint is damaged: __0_0.distcp is missing" in capsys.readouterr().err
+
+
+def test_latest_passes_over_a_damaged_content_only_where_it_is_to_be_read(
+    tmp_path: Path, write: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_all(Checkpoints(tmp_path, -1), write, {1: None, 2: None})
+    flip_a_bit(tmp_path / "global_step_2" / "actor" / "__0_0.distcp")
+    assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_2"
+    assert Checkpoints(tmp_path, -1).latest(contents=True) == tmp_path / "global_step_1"
+    assert "passing over a checkpoint" in (error := capsys.readouterr().err) and "__0_0.distcp holds" in error
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["global_step_2", "best"])
+def test_a_damaged_checkpoint_that_was_named_is_an_error(
+    tmp_path: Path, write: Callable[[Path], None], name: str
+) -> None:
+    save_all(Checkpoints(tmp_path, -1), write, {1: 0.1, 2: 0.9})
+    flip_a_bit(tmp_path / "global_step_2" / "actor" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds something else"):
+        Checkpoints(tmp_path, -1).resolve(name if name == "best" else tmp_path / name, contents=True)
 
 
 @pytest.mark.parametrize("part", ["actor", "critic"])
@@ -238,6 +273,40 @@ def test_full_disk_names_the_file_and_the_free_space(tmp_path: Path, write: Call
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_tracker.json", "global_step_1"]
     assert checkpoints.latest() == tmp_path / "global_step_1"
+
+
+def save(checkpoints: Checkpoints, write: Callable[[Path], None], background: bool) -> None:
+    checkpoints.save(2, write, None, background=background)
+    checkpoints.wait()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint, where the system lets us have one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], stderr=subprocess.DEVNULL)
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_really_full_leaves_the_checkpoint_before(
+    small_disk: Path, write: Callable[[Path], None], background: bool
+) -> None:
+    checkpoints = Checkpoints(small_disk, 1)
+    checkpoints.save(1, write, None)
+    (small_disk / "filler").write_bytes(bytes(72_000))
+    with pytest.raises(
+        CheckpointError, match=r"cannot write the checkpoint of step 2: No space left on device \(0\.0 GB"
+    ):
+        save(checkpoints, write, background)
+    assert Checkpoints(small_disk, 1).latest(contents=True) == small_disk / "global_step_1"
+    (small_disk / "filler").unlink()
+    save(checkpoints, write, background)
+    assert steps(small_disk) == [2]
 
 
 def test_a_root_that_cannot_be_written_is_an_error_with_a_cure(write: Callable[[Path], None]) -> None:

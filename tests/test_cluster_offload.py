@@ -96,7 +96,7 @@ def test_a_checkpoint_is_whole_while_states_are_away(tmp_path: Path) -> None:
     expected = run.weights
     run.sample()
     assert run.away
-    run.worker.save(tmp_path / "global_step_1", model_only=False)
+    run.worker.snapshot(model_only=False, copied=False).write(tmp_path / "global_step_1")
     run.sample()
     run.worker.load(tmp_path / "global_step_1", 1)
     assert run.away == set()
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_whole_where_sampling_was_broken_off(tmp_path: Path, mon
     groups = run.worker.rollout(run.prompts, training_sampling(run.config))
     next(groups)  # then comes Ctrl-C
     assert run.away
-    run.worker.save(tmp_path / "global_step_1", model_only=False)
+    run.worker.snapshot(model_only=False, copied=False).write(tmp_path / "global_step_1")
     assert closed and run.away == set()
     assert all(torch.equal(run.weights[name], value) for name, value in expected.items())
 

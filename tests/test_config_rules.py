@@ -87,7 +87,6 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
     "argument",
     [
         "worker.actor.fsdp.torch_dtype=fp16",
-        "worker.actor.model.lora.rank=8",
         "worker.actor.ulysses_size=2",
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=2",
@@ -138,6 +137,19 @@ def test_keys_without_effect_share_a_line_per_reason() -> None:
     ]
 
 
+def test_what_adapters_leave_without_effect() -> None:
+    keys = ["worker.ref.fsdp.torch_dtype=bf16", "worker.actor.fsdp.torch_dtype=bf16", "algorithm.use_kl_loss=true"]
+    lora = "worker.actor.model.lora"
+    given = load(*keys, f"{lora}.rank=8", f"{lora}.alpha=16")
+    assert no_effect(given, "vllm") == [
+        "no effect here: worker.ref.fsdp.torch_dtype (with LoRA the reference is the actor's model without its "
+        "adapters)"
+    ]
+    assert remarks(given) == []  # about rounded steps
+    lines = no_effect(load(f"{lora}.alpha=16", f"{lora}.exclude_modules=.*visual.*"), "vllm")
+    assert lines == [f"no effect here: {lora}.alpha ({lora}.rank is 0)"]
+
+
 def test_keys_of_vllm_have_their_effect_on_vllm() -> None:
     given = load("worker.rollout.enforce_eager=true", "worker.rollout.dtype=fp32", "worker.rollout.limit_images=2")
     assert no_effect(given, "vllm") == []
@@ -164,8 +176,8 @@ def test_a_cispo_run_with_a_lower_bound_is_told_its_bounds() -> None:
 def test_weights_of_an_optimizer_in_bfloat16_are_not_float32() -> None:
     argv = ("worker.actor.optim.strategy=adamw_bf16", "worker.actor.fsdp.torch_dtype=fp32")
     assert "worker.actor.fsdp.torch_dtype: fp32 given" in refusal(*argv)
-    assert load(argv[0]).worker.actor.weights_dtype == "bf16"
-    assert load("worker.actor.optim.strategy=adamw_8bit").worker.actor.weights_dtype == "fp32"
+    assert load(argv[0]).worker.actor.weights_dtype("cuda") == "bf16"
+    assert load("worker.actor.optim.strategy=adamw_8bit").worker.actor.weights_dtype("cuda") == "fp32"
 
 
 def test_plain_adamw_on_bfloat16_weights_is_told_what_it_loses() -> None:

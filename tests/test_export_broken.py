@@ -56,7 +56,7 @@ def test_shard_of_the_right_size_with_wrong_content(actor: Path, capsys: pytest.
     content = bytearray(shard.read_bytes())
     content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
     shard.write_bytes(content)
-    assert "a shard is damaged" in merge(actor, capsys)
+    assert "__0_0.distcp holds something else than was written" in merge(actor, capsys)
 
 
 def test_weights_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +64,8 @@ def test_weights_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with torch.no_grad():
         run.model.lm_head.weight[3, 3] = float("nan")
     run.save(tmp_path / "actor")
-    assert "1 weights hold values that are not finite in float32 (the first is lm_head.weight)" in merge(
-        tmp_path / "actor", capsys
-    )
+    error = merge(tmp_path / "actor", capsys)
+    assert "lm_head.weight holds values that are not finite in float32" in error
 
 
 def test_full_disk(actor: Path, capsys: pytest.CaptureFixture[str]) -> None:

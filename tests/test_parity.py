@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from foveal.cli import main
+from foveal.config.schema_model import LoraConfig
+from foveal.models.lora import add_lora, lora_layers
 from foveal.parity import LARGEST_FLOAT32, change_weights
 from foveal.rollout.transformers_engine import TransformersEngine
 from tests.rollout_models import tiny_model
@@ -78,6 +80,22 @@ def test_vllm_agrees_before_and_after_an_update(tmp_path: Path, family: str, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("targets", ["all-linear", "lm_head,q_proj"])
+def test_vllm_agrees_before_and_after_a_change_of_the_adapter(
+    tmp_path: Path, targets: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    adapter = ("worker.actor.model.lora.rank=4", f"worker.actor.model.lora.target_modules={targets}")
+    assert run_check(tmp_path, "qwen3_vl", "worker.rollout.name=vllm", *adapter) == 0
+    output = capfd.readouterr().out
+    assert ("merged into them: vLLM applies none to lm_head" in output) == (targets != "all-linear")
+    assert "after a change of the adapters" in output
+    assert all(0 <= mean <= largest < LARGEST_FLOAT32 for mean, largest in gaps(output))
+    (told,) = re.findall(rf"old weights would be off by {SCIENTIFIC}", output)
+    assert float(told) > 10 * LARGEST_FLOAT32
+
+
+@pytest.mark.slow
 def test_a_vllm_engine_that_ignores_the_update_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +113,15 @@ def test_a_vllm_engine_that_ignores_the_update_is_found(
     captured = capfd.readouterr()
     (_, before), (_, after) = gaps(captured.out)
     assert before < LARGEST_FLOAT32 < after and "something stale" in captured.err
+
+
+def test_a_change_of_the_adapters_leaves_other_weights() -> None:
+    model = tiny_model("qwen2_5_vl")
+    add_lora(model, LoraConfig(rank=4))
+    before = deepcopy(model.state_dict())
+    change_weights(model)
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == {f"{path}.lora_B" for path in lora_layers(model)}
 
 
 def test_stale_weights_are_found_and_named(

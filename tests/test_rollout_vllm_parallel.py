@@ -45,6 +45,7 @@ class Seen:
     updated_gap: float
     own: Answers
     own_gap: float
+    adapter_gap: float
     sum_after_engines: float
 
 
@@ -81,9 +82,10 @@ def in_processes(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     together = as_one_engine(folder)
     apart = as_two_engines(folder, rank)
+    adapted = with_an_adapter(folder)
     ranks = torch.tensor(float(rank + 1))
     dist.all_reduce(ranks)
-    torch.save(Seen(*together, *apart, ranks.item()), folder / f"{rank}.pt")
+    torch.save(Seen(*together, *apart, adapted, ranks.item()), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -136,9 +138,19 @@ def as_two_engines(folder: Path, rank: int) -> tuple[Answers, float]:
     return tokens(groups), side.gap(groups)
 
 
-def start(folder: Path, processes: int) -> Side:
+def with_an_adapter(folder: Path) -> float:
+    side = start(folder, 2, "worker.actor.model.lora.rank=6", "worker.actor.model.lora.alpha=3")
+    assert side.engine.takes_adapters
+    side.change_adapter()
+    side.hand_over_adapter()
+    groups = side.engine.generate(side.prompts(SHARED), SAMPLING, side.version)
+    side.engine.close()
+    return side.gap(groups)
+
+
+def start(folder: Path, processes: int, *overrides: str) -> Side:
     size = f"worker.rollout.tensor_parallel_size={processes}"
-    return Side(folder / "model", "qwen2_5_vl", size, "trainer.n_gpus_per_node=2")
+    return Side(folder / "model", "qwen2_5_vl", size, "trainer.n_gpus_per_node=2", *overrides)
 
 
 def tokens(groups: list[Group]) -> Answers:
@@ -159,6 +171,10 @@ def test_logprobs_of_a_split_model_are_the_trainers(seen: list[Seen]) -> None:
 
 def test_a_split_model_takes_new_weights(seen: list[Seen]) -> None:
     assert all(process.updated_gap < CLOSE for process in seen)
+
+
+def test_a_split_model_applies_an_adapter(seen: list[Seen]) -> None:
+    assert all(process.adapter_gap < CLOSE for process in seen)
 
 
 def test_processes_stay_together_when_answers_are_aborted(seen: list[Seen]) -> None:

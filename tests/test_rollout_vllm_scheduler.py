@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from foveal.rollout.vllm_lora import adapter_request
 from foveal.rollout.vllm_scheduler import with_bursts
 from tests.vllm_support import Side
 
@@ -89,7 +90,8 @@ def side(tmp_path_factory: pytest.TempPathFactory) -> Any:
     side.engine.close()
 
 
-def make_scheduler(side: Side, *, asynchronous: bool, blocks: int) -> Any:
+def make_scheduler(side: Side, *, asynchronous: bool, blocks: int, adapter: bool) -> Any:
+    from vllm.config import LoRAConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -97,6 +99,7 @@ def make_scheduler(side: Side, *, asynchronous: bool, blocks: int) -> Any:
     config = core.vllm_config
     config.cache_config.num_gpu_blocks = blocks
     config.scheduler_config.async_scheduling = asynchronous
+    config.lora_config = LoRAConfig(max_loras=1) if adapter else None
     memory = core.scheduler.kv_cache_config
     (group,) = memory.kv_cache_groups
     group = replace(group, kv_cache_spec=replace(group.kv_cache_spec, block_size=BLOCK))
@@ -110,7 +113,7 @@ def make_scheduler(side: Side, *, asynchronous: bool, blocks: int) -> Any:
     )
 
 
-def make_request(name: str, prompt: int, limit: int) -> Any:
+def make_request(name: str, prompt: int, limit: int, *, adapter: bool) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -121,6 +124,7 @@ def make_request(name: str, prompt: int, limit: int) -> Any:
         prompt_token_ids=[hash((name, k)) % 50 for k in range(prompt)],
         sampling_params=SamplingParams(max_tokens=limit, stop_token_ids=[STOP], ignore_eos=True, logprobs=0),
         pooling_params=None,
+        lora_request=adapter_request() if adapter else None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
     )
 
@@ -134,22 +138,23 @@ def check_counts(scheduler: Any, under_way: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize(("blocks", "requests"), [(400, 12), (60, 12), (24, 8), (400, 40)])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_gets_its_own_tokens(
-    side: Side, asynchronous: bool, blocks: int, requests: int, seed: int
+    side: Side, asynchronous: bool, adapter: bool, blocks: int, requests: int, seed: int
 ) -> None:
     """With room for all and with so little that requests wait or are thrown out; with late ones, and with aborts."""
     from vllm.v1.request import RequestStatus
 
     rng = np.random.default_rng(seed)
-    scheduler = make_scheduler(side, asynchronous=asynchronous, blocks=blocks)
+    scheduler = make_scheduler(side, asynchronous=asynchronous, blocks=blocks, adapter=adapter)
     runner = Runner()
     shapes = {f"r{k}": (int(rng.integers(1, 60)), int(rng.integers(1, 150))) for k in range(requests)}
     late = set(rng.choice(list(shapes), requests // 4, replace=False).tolist())
     doomed = set(rng.choice(list(shapes), 2, replace=False).tolist())
     for name in shapes.keys() - late:
-        scheduler.add_request(make_request(name, *shapes[name]))
+        scheduler.add_request(make_request(name, *shapes[name], adapter=adapter))
     tokens: dict[str, list[int]] = {name: [] for name in shapes}
     values: dict[str, list[float]] = {name: [] for name in shapes}
     reasons: dict[str, str] = {}
@@ -158,7 +163,7 @@ def test_every_request_gets_its_own_tokens(
     for step in range(3000):
         if step == 25:
             for name in late:
-                scheduler.add_request(make_request(name, *shapes[name]))
+                scheduler.add_request(make_request(name, *shapes[name], adapter=adapter))
         if step == 40:
             scheduler.finish_requests(doomed & tokens.keys(), RequestStatus.FINISHED_ABORTED)
         if scheduler.has_requests():

@@ -247,7 +247,7 @@ def test_a_loaded_tower_that_differs_is_the_policys_alone(tmp_path: Path) -> Non
     assert worker.reference.store is worker.scorer.store
     with torch.no_grad():
         worker.model.model.visual.merger.linear_fc2.bias.add_(0.1)
-    worker.save(tmp_path / "global_step_1", model_only=True)
+    worker.snapshot(model_only=True, copied=False).write(tmp_path / "global_step_1")
     worker.load(tmp_path / "global_step_1", step=1)
     worker.close()
     assert worker.reference.store is not worker.scorer.store

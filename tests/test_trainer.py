@@ -227,7 +227,7 @@ def test_going_on_with_another_model_or_other_rows_is_refused(
     assert main(["train", *args]) == 0
     capsys.readouterr()
     monkeypatch.setattr("foveal.trainer.start_workers", None)  # it is refused before a model is loaded
-    other = write_rows(tmp_path / "data", name="other.jsonl")
+    other = write_rows(tmp_path / "data", name="other.jsonl", answer="pink")
     assert main(["train", *args, "trainer.max_steps=2", f"data.train_files={other}"]) == 1
     error = capsys.readouterr().err
     assert "rows.jsonl" in error and "other.jsonl" in error and "trainer.find_last_checkpoint=false" in error
@@ -249,7 +249,7 @@ def test_going_on_with_other_settings_says_which(tmp_path: Path, capsys: pytest.
 def test_a_mapping_that_was_empty_is_told_too() -> None:
     before = load_config(["worker.rollout.n=2"])
     after = load_config(["worker.rollout.n=2", "algorithm.reward_parts={accuracy: 1}"])
-    told = check_settings(saved_settings(before), after, "somewhere")
+    told = check_settings({"settings": saved_settings(before)}, after, "somewhere")
     assert told == "changed since the checkpoint: algorithm.reward_parts {} → {'accuracy': 1.0}"
     assert check_settings({}, after, "somewhere") is None  # a checkpoint from before settings were saved
 

@@ -16,6 +16,7 @@ from foveal.config import Config, load_config
 from foveal.data.processing import Processing, load_processing
 from foveal.models.attention import install
 from foveal.models.loading import load_model
+from foveal.models.lora import adapter_config, adapter_tensors, add_lora, lora_layers
 from foveal.models.named_tensors import named_tensors
 from foveal.quickstart.tiny import Family, build_tiny
 from foveal.rollout.vllm_engine import VllmEngine
@@ -48,15 +49,30 @@ class Side:
             ]
         )
         device = torch.device("cpu")
-        self.engine = VllmEngine(self.config, self.processing, model_path=str(folder), device=device, images=2)
         self.model: Any = load_model(str(folder), dtype=torch.float32, device=device)
         install(self.model)
         self.version = -1
+        if self.config.worker.actor.model.lora.rank:
+            add_lora(self.model, self.config.worker.actor.model.lora)
+        self.engine = VllmEngine(self.config, self.processing, model_path=str(folder), device=device, images=2)
         self.hand_over()
 
     def hand_over(self) -> None:
         self.version += 1
-        self.engine.update_weights(named_tensors(self.model), self.version)
+        apart = self.engine.takes_adapters
+        self.engine.update_weights(named_tensors(self.model, merge=not apart), self.version)
+        if apart:
+            self.hand_over_adapter()
+
+    def hand_over_adapter(self) -> None:
+        self.engine.update_adapter(adapter_tensors(self.model), adapter_config(self.model), self.version)
+
+    def change_adapter(self, part: str = "") -> None:
+        """Gives the adapters of a part of the model other values."""
+        generator = torch.Generator().manual_seed(self.version + 1)
+        for name, layer in lora_layers(self.model).items():
+            if part in name:
+                layer.lora_B.data = 0.3 * torch.randn(layer.lora_B.shape, generator=generator)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:

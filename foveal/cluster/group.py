@@ -8,6 +8,7 @@ from typing import Protocol
 
 from foveal.config import Config
 from foveal.data.processing import Processing
+from foveal.train.snapshot import Snapshot
 from foveal.types import Group, Metrics, Prompt, Sampling
 
 
@@ -32,7 +33,7 @@ class Workers(Protocol):
 
     def performance(self, timings: dict[str, float]) -> Metrics: ...
 
-    def save(self, folder: Path, *, model_only: bool) -> None: ...
+    def snapshot(self, *, model_only: bool, copied: bool) -> Snapshot: ...
 
     def load(self, folder: Path, step: int) -> None: ...
 
@@ -40,13 +41,19 @@ class Workers(Protocol):
 
 
 def start_workers(
-    config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None, images: int = 0
+    config: Config,
+    processing: Processing,
+    *,
+    train: bool,
+    checkpoint: Path | None = None,
+    weights: Path | None = None,
+    images: int = 0,
 ) -> Workers:
     """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process.
 
     Args:
-        images: most pictures in a prompt.
+        checkpoint, weights, images: as in `Worker`.
     """
     from foveal.cluster.worker import Worker
 
-    return Worker(config, processing, train=train, checkpoint=checkpoint, images=images)
+    return Worker(config, processing, train=train, checkpoint=checkpoint, weights=weights, images=images)

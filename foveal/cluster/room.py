@@ -7,9 +7,11 @@ import math
 import torch
 
 from foveal.config import Config
-from foveal.config.schema_model import TrainedConfig
+from foveal.config.schema_model import ModelConfig, TrainedConfig
 from foveal.errors import ConfigError
 from foveal.models.loading import DTYPES, empty_model
+from foveal.models.lora import is_factor
+from foveal.models.lora_setup import empty_adapted
 
 KEPT_FREE = 0.03
 """Part of the device that contexts, kernels and fragments take."""
@@ -53,13 +55,15 @@ def held_bytes(config: Config, *, train: bool) -> int:
     worker = config.worker
     parameters = count_parameters(worker.actor.model.model_path or "")
     if not train:
-        return parameters * DTYPES[worker.actor.weights_dtype].itemsize
-    held = parameters * _bytes_per_weight(worker.actor)
-    if config.algorithm.uses_reference and not worker.ref.offload.offload_params:
+        return parameters * DTYPES[worker.actor.weights_dtype("cuda")].itemsize
+    held = _held(worker.actor, parameters, worker.actor.model)
+    has_reference = config.algorithm.uses_reference and not worker.actor.model.lora.rank  # whose own is the same model
+    if has_reference and not worker.ref.offload.offload_params:
         held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize
     if config.algorithm.uses_critic:
-        source = worker.critic.model.model_path
-        held += (count_parameters(source) if source else parameters) * _bytes_per_weight(worker.critic)
+        own = worker.critic.model.model_path
+        source = worker.critic.model if own else worker.actor.model
+        held += _held(worker.critic, count_parameters(own) if own else parameters, source)
     return held
 
 
@@ -69,7 +73,13 @@ def count_parameters(model_path: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _bytes_per_weight(role: TrainedConfig) -> int:
-    size = DTYPES[role.weights_dtype].itemsize
+def _held(role: TrainedConfig, parameters: int, source: ModelConfig) -> int:
+    """Bytes of a trained model of so many weights, read from `source`, and of its optimizer's states."""
+    size = DTYPES[role.weights_dtype("cuda")].itemsize
+    held = 0 if role.offload.offload_params else parameters * size
+    if role.model.lora.rank:  # adapters are float32, and without them there are no states
+        model = empty_adapted(role.model, source.model_path or "")
+        parameters, size = sum(p.numel() for name, p in model.named_parameters() if is_factor(name)), 4
+        held += 0 if role.offload.offload_params else parameters * size
     moments = MOMENTS * (1 if role.optim.strategy == "adamw_8bit" else size)
-    return (0 if role.offload.offload_params else size) + (0 if role.offload.offload_optimizer else moments)
+    return held + (0 if role.offload.offload_optimizer else parameters * moments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from foveal.config.schema_model import ModelConfig
 from foveal.data.processing import Processing
 from foveal.errors import EngineError
 from foveal.models.feature_store import FeatureStore
-from foveal.models.loading import DTYPES, load_model, prepare
+from foveal.models.loading import DTYPES, empty_model, load_model, prepare
+from foveal.models.lora import adapter_config, adapter_tensors, add_lora, has_lora, restore_lora, surviving_share
 from foveal.models.named_tensors import named_tensors
 from foveal.models.parts import freeze_parts
 from foveal.models.recompute import set_checkpointing
@@ -25,15 +27,20 @@ from foveal.rollout.engine import RolloutEngine, choose_engine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.track import console
 from foveal.train.budget import initial_budget, set_budgets
-from foveal.train.checkpoint import load_actor, load_trained, save_actor
+from foveal.train.checkpoint import load_actor, load_trained
 from foveal.train.critic import Critic, load_critic
+from foveal.train.description import Description, describe_actor
 from foveal.train.forward import autocast_dtype
 from foveal.train.layout import PromptLayouts
 from foveal.train.meter import Meter
 from foveal.train.offload import Parking, Part, phase_parkings
 from foveal.train.policy import Policy
-from foveal.train.scorer import TokenScorer
+from foveal.train.rng import KEY, load_rng, take_rng
+from foveal.train.scorer import Reference, StartScorer, TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
+from foveal.train.snapshot import Snapshot
+from foveal.train.staging import Staging
+from foveal.train.state import take_state
 from foveal.types import Group, Metrics, Prompt, Sampling
 
 
@@ -45,39 +52,52 @@ class Worker:
         processing: the model's tokenizer and processor.
         train: with False only sampling works: no optimizer and no reference policy are built.
         checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
+        weights: a Hugging Face folder that the policy starts from instead of `model_path`, which the reference stays.
         images: most pictures in a prompt.
     """
 
     def __init__(
-        self, config: Config, processing: Processing, *, train: bool, checkpoint: Path | None = None, images: int = 0
+        self,
+        config: Config,
+        processing: Processing,
+        *,
+        train: bool,
+        checkpoint: Path | None = None,
+        weights: Path | None = None,
+        images: int = 0,
     ) -> None:
         self.config = config
         self.processing = processing
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         actor = config.worker.actor
+        self._source = str(weights or actor.model.model_path)
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
         vllm = self._start_vllm(images, train=train) if choose_engine(config) == "vllm" else None
-        dtype = actor.weights_dtype
+        dtype = actor.weights_dtype(self.device.type)
         model: Any
         if checkpoint is None:
-            model = self._load(dtype)
+            model = self._load(dtype, self._source)
+            freeze_parts(model, actor.model)
+            if actor.model.lora.rank:
+                add_lora(model, actor.model.lora, actor.model.lora.adapter_path)
         else:
             model = load_trained(checkpoint, dtype=DTYPES[dtype]).to(self.device)
             prepare(model, self.device)
-        freeze_parts(model, actor.model)
         self.scorer = scorer = self._scorer(model)
         model.eval()
         self.model = model
         self.layouts = PromptLayouts(model, processing.features)
         self.experience_packer = self._packer()
         self.policy: Policy | None = None
-        self.reference: TokenScorer | None = None
+        self.reference: Reference | None = None
         self.critic: Critic | None = None
         if train:
             set_checkpointing(model, actor.model.enable_gradient_checkpointing)
-            if config.algorithm.uses_reference:
+            if config.algorithm.uses_reference and has_lora(model):
+                self.reference = StartScorer(scorer)
+            elif config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
-                reference = self._load(config.worker.ref.fsdp.torch_dtype or default)
+                reference = self._load(config.worker.ref.fsdp.torch_dtype or default, str(actor.model.model_path))
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
                 self._share_features()
             self.policy = Policy(config, scorer, self._packer(), self.experience_packer, self.reference)
@@ -96,6 +116,8 @@ class Worker:
             autocast_dtype=scorer.autocast,
         )
         self._engine_awake = False
+        self._share_told = False  # of merged adapters
+        self._staging = Staging()
         # on a CPU the device's memory is the host's; without training there is one set of weights, which fits
         self.parked = self._parkings() if train and self.device.type != "cpu" else {}
 
@@ -114,11 +136,10 @@ class Worker:
         console.note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
         return engine
 
-    def _load(self, dtype: str) -> Any:
+    def _load(self, dtype: str, source: str) -> Any:
         model = self.config.worker.actor.model
-        assert model.model_path is not None
         return load_model(
-            model.model_path,
+            source,
             dtype=DTYPES[dtype],
             device=self.device,
             trust_remote_code=model.trust_remote_code,
@@ -138,7 +159,7 @@ class Worker:
     def _share_features(self) -> None:
         """Lets the reference use what the policy's vision tower made of a picture, and the other way round, where
         both make the same of it."""
-        if self.reference is None:
+        if not isinstance(self.reference, TokenScorer):
             return
         ours, theirs = self.scorer, self.reference
         same = ours.autocast == theirs.autocast and same_features(vision_tower(ours.model), vision_tower(theirs.model))
@@ -150,7 +171,7 @@ class Worker:
         if self.critic:
             self.critic.forget_step()
         for scorer in (self.scorer, self.reference):
-            if scorer is not None and scorer.store is not None:
+            if isinstance(scorer, TokenScorer) and scorer.store is not None:
                 scorer.store.clear()
 
     def _packer(self) -> Packer:
@@ -172,7 +193,7 @@ class Worker:
         from foveal.models.compiling import compile_layers
 
         compile_layers(self.model, vision=_keeps_blocks(actor.model))
-        if self.reference is not None:
+        if isinstance(self.reference, TokenScorer):
             compile_layers(self.reference.model, vision=True)
         if self.critic is not None:
             compile_layers(self.critic.scorer.model, vision=_keeps_blocks(critic.model))
@@ -190,7 +211,7 @@ class Worker:
             self.device,
             actor=None if self.engine.dtype is None else self.model,  # such an engine samples with these very weights
             optimizer=self.policy.optimizer if self.policy else None,
-            reference=self.reference,
+            reference=self.reference if isinstance(self.reference, TokenScorer) else None,
             critic=self.critic.scorer if self.critic else None,
             critic_optimizer=self.critic.optimizer if self.critic else None,
         )
@@ -211,7 +232,7 @@ class Worker:
                 self.parked[name].away()
             self._engine_awake = True  # from here on it holds memory, also where a signal stops it halfway
             self.engine.wake()
-            self.engine.update_weights(named_tensors(self.model, dtype=self.engine.dtype), self.weight_version)
+            self._hand_over_weights()
             if "actor" in self.parked:
                 self.parked["actor"].away()  # the engine takes memory for its cache next
         skip = self.config.worker.reward.skip_special_tokens
@@ -224,6 +245,21 @@ class Worker:
                 count(group)
                 yield group
 
+    def _hand_over_weights(self) -> None:
+        """Gives the engine today's weights: whole, or as the base weights and an adapter where it takes these."""
+        engine, adapted = self.engine, has_lora(self.model)
+        apart = adapted and engine.takes_adapters
+        engine.update_weights(named_tensors(self.model, dtype=engine.dtype, merge=not apart), self.weight_version)
+        if apart:
+            engine.update_adapter(adapter_tensors(self.model), adapter_config(self.model), self.weight_version)
+        elif adapted and engine.dtype is not None and self.weight_version and not self._share_told:
+            self._share_told = True
+            console.note(
+                f"adapters are merged into the engine's weights: of their effect at step {self.weight_version} "
+                f"{surviving_share(self.model, engine.dtype):.0%} survives the rounding to "
+                f"{str(engine.dtype).removeprefix('torch.')}"
+            )
+
     def old_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `old_logprobs`: those of the policy before the update."""
         self._fetch("actor")
@@ -233,7 +269,7 @@ class Worker:
     def ref_logprobs(self, groups: Sequence[Group]) -> None:
         """Stores `ref_logprobs`: those of the policy that the run started from."""
         assert self.reference is not None
-        self._fetch("reference")
+        self._fetch("actor" if isinstance(self.reference, StartScorer) else "reference")
         with self.meter.phase("ref", self.reference, groups):
             write_logprobs(self.reference, self.experience_packer, groups, "ref_logprobs")
 
@@ -270,28 +306,58 @@ class Worker:
         """Rates and memory of what was done since the last call (`Meter.metrics`), given the seconds of each phase."""
         return self.meter.metrics(timings)
 
-    def save(self, folder: Path, *, model_only: bool) -> None:
-        """Writes the folders `actor` and, where there is one, `critic` of a checkpoint."""
+    def snapshot(self, *, model_only: bool, copied: bool) -> Snapshot:
+        """Takes what a checkpoint is to hold now.
+
+        Args:
+            model_only: leaves the states of optimizers and random generators out (`trainer.save_model_only`).
+            copied: copies it to host memory, if there is room; over the copy before, which must have been written.
+        """
         if any(parking.is_away for parking in self.parked.values()):
             self._make_room()
             self._fetch(*self.parked)
-        save_actor(
-            folder / "actor",
+        states = {"actor": take_state(self.model, None if model_only else self._trained.optimizer)}
+        if self.critic:
+            states["critic"] = take_state(self.critic.scorer, None if model_only else self.critic.optimizer)
+        if not model_only:
+            states["actor"][KEY] = take_rng()
+        copied = copied and self._staging.fits(states)
+        if copied:
+            states = self._staging.copy(states)
+        outline = self._outline if self.config.trainer.save_hf else None
+        return Snapshot(states["actor"], states.get("critic"), self._description, copied, outline)
+
+    @cached_property
+    def _description(self) -> Description:
+        return describe_actor(
             self.model,
-            None if model_only else self._trained.optimizer,
-            source_path=str(self.config.worker.actor.model.model_path),
+            source_path=self._source,
             save_processing=self.processing.save,
             override_config=self.config.worker.actor.model.override_config,
         )
-        if self.critic:
-            self.critic.save(folder / "critic", model_only=model_only)
+
+    @cached_property
+    def _outline(self) -> torch.nn.Module:
+        """The policy without weights. Not built when it is needed, beside training: that changes the default dtype."""
+        actor = self.config.worker.actor.model
+        outline = empty_model(
+            self._source,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            trust_remote_code=actor.trust_remote_code,
+            override_config=actor.override_config,
+        )
+        if has_lora(self.model):
+            restore_lora(outline, adapter_config(self.model))
+        return outline
 
     def load(self, folder: Path, step: int) -> None:
-        """Reads weights, and the optimizer's state where one is trained, from the actor's folder of step `step`."""
+        """Reads weights, and the states of optimizers and random generators, from the checkpoint of step `step`."""
         self._fetch(*self.parked)
         load_actor(folder / "actor", self.model, self.policy.optimizer if self.policy else None)
         if self.critic:
             self.critic.load(folder / "critic")
+        load_rng(folder / "actor")
         self.forget_step()
         self._share_features()
         self.weight_version = step

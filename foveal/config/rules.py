@@ -47,10 +47,6 @@ def unsupported(config: Config) -> list[str]:
         for key in (f"{role}.fsdp.torch_dtype", f"{role}.fsdp.mp_param_dtype"):
             if config.value(key) == "fp16":
                 lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
-        rank = config.value(f"{role}.model.lora.rank")
-        if rank > 0:
-            key = f"{role}.model.lora.rank"
-            lines.append(f"{key}={rank}: LoRA is not in this version yet; set {key}=0")
         size = config.value(f"{role}.ulysses_size")
         if size > 1:
             key = f"{role}.ulysses_size"
@@ -97,7 +93,9 @@ def remarks(config: Config) -> list[str]:
         f"{role}.fsdp.torch_dtype=bf16 with {role}.optim.strategy=adamw rounds most steps of a small learning rate "
         f"away; {role}.optim.strategy=adamw_bf16 rounds them stochastically"
         for role in _trained_roles(config)
-        if config.value(f"{role}.fsdp.torch_dtype") == "bf16" and config.value(f"{role}.optim.strategy") == "adamw"
+        if config.value(f"{role}.fsdp.torch_dtype") == "bf16"
+        and config.value(f"{role}.optim.strategy") == "adamw"
+        and not config.value(f"{role}.model.lora.rank")  # adapters are float32
     ]
     if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
         lines.append(
@@ -137,6 +135,8 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
     yield "the reference computes as the actor does", ("worker.ref.fsdp.mp_param_dtype",)
     yield "it meant vLLM's former engine", (rollout + "enable_chunked_prefill",)
     yield "vLLM's own statistics are never printed", (rollout + "disable_log_stats",)
+    if not (config.trainer.val_before_train or config.trainer.val_freq > 0):
+        yield "nothing is validated", ("trainer.best_metric", "trainer.best_mode")
     yield "no Ray in this version", ("trainer.ray_timeline",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
 
@@ -151,6 +151,12 @@ def _no_effect_of_training(config: Config) -> Iterator[tuple[str, tuple[str, ...
         for part in ("vision", "projector"):
             if part in config.value(f"{role}.model").frozen_parts:
                 yield f"{role}.model: the {part} part is frozen", (f"{role}.optim.lr_{part}",)
+        if not config.value(f"{role}.model.lora.rank"):
+            names = ("alpha", "target_modules")  # not exclude_modules, which EasyR1's own file sets in every run
+            yield f"{role}.model.lora.rank is 0", tuple(f"{role}.model.lora.{name}" for name in names)
+    if config.worker.actor.model.lora.rank:
+        reason = "with LoRA the reference is the actor's model without its adapters"
+        yield reason, ("worker.ref.fsdp.torch_dtype", "worker.ref.offload.offload_params")
 
 
 def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -54,14 +54,35 @@ class TrainerConfig(Section):
         description="Checkpoints that are kept in all, the best included (with 1 the best is kept besides); "
         "-1 means all.",
     )
+    async_save: bool = Field(
+        default=True,
+        description="Copy what is saved to host memory, where there is room, and write it while training goes on.",
+    )
+    best_metric: str = Field(
+        default="val/reward_score", pattern="^val", description="Validation metric that the best checkpoint is told by."
+    )
+    best_mode: Literal["max", "min"] = Field(
+        default="max", description="Whether more or less of `best_metric` is better."
+    )
     save_model_only: bool = Field(
         default=False, description="Save weights without optimizer states; no resuming from these."
+    )
+    save_hf: bool = Field(
+        default=False, description="Write Hugging Face weights into each checkpoint too, as `foveal merge` does later."
     )
     save_checkpoint_path: str | None = Field(
         default=None, description="Folder of the run; null means `checkpoints/PROJECT/EXPERIMENT`."
     )
-    load_checkpoint_path: str | None = Field(default=None, description="Checkpoint (`…/global_step_N`) to go on from.")
+    load_checkpoint_path: str | None = Field(
+        default=None,
+        description="Checkpoint (`…/global_step_N`) to go on from; `latest` or `best` of this run; or a Hugging Face "
+        "folder, of which a new run takes the weights.",
+    )
     find_last_checkpoint: bool = Field(default=True, description="Go on from the last checkpoint in the run's folder.")
+    restart_data: bool = Field(
+        default=False,
+        description="Begin the training rows anew, which may be others, when going on from a checkpoint.",
+    )
     ray_timeline: str | None = Field(default=None, description="File for a timeline of Ray's tasks.")
 
     @model_validator(mode="after")

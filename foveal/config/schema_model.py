@@ -20,16 +20,24 @@ Modules = Annotated[str | list[str], BeforeValidator(_split_at_commas)]
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of full fine-tuning."""
+    """Low-rank adapters instead of full fine-tuning. They are trained in float32, without dropout; the other weights
+    stay, and the reference policy is the model without them."""
 
     rank: NotNegative = Field(default=0, description="Rank of the adapters; 0 trains all weights.")
-    alpha: Positive = Field(default=64, description="Adapters are scaled by alpha / rank.")
+    alpha: Float = Field(default=64, gt=0, description="Adapters are scaled by alpha / rank.")
     target_modules: Modules = Field(
         default="all-linear",
-        description="Modules that get adapters: `all-linear`, a regular expression, or a list of names.",
+        description="Linear layers that get adapters: `all-linear` for all but the output layer, a regular expression "
+        "for whole module paths, or a list of names. Fused experts of a mixture are not linear layers.",
     )
     exclude_modules: Modules | None = Field(
         default=None, description="Modules that get none; `.*visual.*` leaves out the vision tower."
+    )
+    adapter_path: str | None = Field(
+        default=None,
+        description="Folder or hub id of a peft adapter to go on from; rank, alpha and targets are the adapter's, and "
+        "the reference policy is the model with this adapter. `model_path` may name the adapter's folder instead: the "
+        "model is then the one that the adapter names.",
     )
 
 
@@ -128,7 +136,7 @@ class FsdpConfig(Section):
     torch_dtype: Dtype | None = Field(
         default=None,
         description="Type in which weights are held and updated; null means fp32 for what is trained, bf16 with "
-        "`optim.strategy: adamw_bf16`.",
+        "`optim.strategy: adamw_bf16`, and on a GPU with LoRA, whose adapters are held in fp32 all the same.",
     )
     fsdp_size: PositiveOrOff = Field(
         default=-1,
@@ -186,7 +194,7 @@ class TrainedConfig(Section):
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Precision and sharding.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="What waits in host memory.")
 
-    @property
-    def weights_dtype(self) -> Literal["bf16", "fp16", "fp32"]:
-        """The type in which the weights are held and updated."""
-        return self.fsdp.torch_dtype or ("bf16" if self.optim.strategy == "adamw_bf16" else "fp32")
+    def weights_dtype(self, device_type: str) -> Literal["bf16", "fp16", "fp32"]:
+        """The type in which the model's weights, other than adapters, are held."""
+        small = self.optim.strategy == "adamw_bf16" or (self.model.lora.rank > 0 and device_type == "cuda")
+        return self.fsdp.torch_dtype or ("bf16" if small else "fp32")

@@ -115,10 +115,19 @@ class PromptLoader:
         if changed:
             raise DataError(
                 f"cannot resume in the middle of {self.builder.rows.source}: {'; '.join(changed)} (rows counts usable "
-                f"ones). Resume with the data settings of the checkpoint, or start a new run from its merged weights."
+                "ones). Resume with the data settings of the checkpoint, or begin the rows anew with "
+                "trainer.restart_data=true."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
+
+    def rebuild(self, uid: str) -> Prompt:
+        """The prompt that `take` gave under this uid.
+
+        Raises:
+            DataError: its row or a picture cannot be read any more.
+        """
+        return self.builder.build(int(uid.rpartition("-")[2]), uid)
 
     def _fill(self, order: list[int], position: int, count: int, epoch: int) -> tuple[list[Prompt], int]:
         """Up to `count` prompts of the rows from `position` on, and the position after the last row that was read."""

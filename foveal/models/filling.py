@@ -20,7 +20,9 @@ from transformers.core_model_loading import Transpose, WeightConverter, convert_
 from transformers.modeling_utils import LoadStateDictConfig
 
 from foveal.errors import ModelError
+from foveal.models.adapter_files import open_adapter
 from foveal.models.loading import refuse_gaps
+from foveal.models.lora import fill_adapters, is_factor
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,6 +33,7 @@ def fill_weights(
     *,
     device: torch.device,
     offloaded: bool = False,
+    adapter: str | None = None,
     section: str = "worker.actor.model",
 ) -> None:
     """Replaces the empty weights of `loading.empty_model`, sharded or not, by those of the files.
@@ -40,6 +43,7 @@ def fill_weights(
     Args:
         device: where the weights go.
         offloaded: shards go on to host memory; what isn't sharded stays.
+        adapter: the folder or hub id that the model's adapters start from, if it has any; None for new ones.
         section: of the configuration that names the model, for messages.
 
     Raises:
@@ -55,13 +59,13 @@ def fill_weights(
     try:
         with ExitStack() as files:
             slices: dict[str, Any] = {}
-            for path in _weight_files(model_path):
+            for path in weight_files(model_path):
                 file = files.enter_context(safe_open(path, framework="pt"))
                 slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
             report, _ = convert_and_load_state_dict_in_model(model, slices, config)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
-    missing = report.missing_keys & trained.keys()
+    missing = {name for name in report.missing_keys & trained.keys() if not is_factor(name)}
     refuse_gaps(model_path, {"missing_keys": missing, "mismatched_keys": report.mismatched_keys}, section)
     if report.conversion_errors:
         name, fault = next(iter(report.conversion_errors.items()))
@@ -69,6 +73,7 @@ def fill_weights(
     for name, wanted in trained.items():
         model.get_parameter(name).requires_grad_(wanted)
     _tie(model, tied)
+    fill_adapters(model, open_adapter(adapter, section).layers(model) if adapter else None, device)
     _fill_buffers(model, device)
     if offloaded:
         for name, parameter in list(model.named_parameters()):
@@ -108,7 +113,7 @@ def _of_shards(operation: Any) -> Any:
     return _TransposeShard(operation.dim0, operation.dim1, check_dims=True) if checks else operation
 
 
-def _weight_files(model_path: str) -> list[str]:
+def weight_files(model_path: str) -> list[str]:
     from transformers.utils import cached_file
 
     quiet: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}

@@ -17,6 +17,7 @@ from torch import nn
 
 from foveal.models.attention import Segments
 from foveal.models.grids import Grid, visual_tokens
+from foveal.models.lora import LoraLinear
 from foveal.models.positions import decoder_of
 from foveal.models.vision import projectors, vision_tower
 
@@ -117,8 +118,8 @@ class FlopCounter:
             attention = layer.self_attn
             width = attention.config.num_attention_heads * attention.head_dim
             self._pair.add_pairs(width, input_gradient=flows)
-        if head is not None:
-            self._scored.add(head.weight.numel(), weight_gradient=head.weight.requires_grad, input_gradient=flows)
+        for weights, trained in _products(head) if head is not None else ():
+            self._scored.add(weights, weight_gradient=trained, input_gradient=flows)
 
     def forward(self, work: Work) -> float:
         """Operations of a forward pass."""
@@ -186,10 +187,13 @@ def _squares(length: int, window: int) -> int:
 
 
 def _products(module: nn.Module) -> Iterator[tuple[float, bool]]:
-    """(weights that a row meets, whether they are trained) of every linear layer, router and set of experts inside."""
+    """(weights that a row meets, whether they are trained) of every linear layer, adapter, router and set of experts
+    inside."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             yield part.weight.numel(), part.weight.requires_grad
+            for factor in (part.factors or ()) if isinstance(part, LoraLinear) else ():
+                yield factor.numel(), factor.requires_grad
         elif hasattr(part, "top_k") and getattr(part, "weight", None) is not None:  # a router
             yield part.weight.numel(), part.weight.requires_grad  # type: ignore[union-attr, operator, misc]
         else:

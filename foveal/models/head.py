@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from foveal.algorithm import entropy, kl_full
+from foveal.models.lora import Factors, LoraLinear, add_product
 
 _MASKED = -1.0e30
 """Logit of a forbidden id. Finite, so that its probability is exactly 0 without a NaN in any gradient."""
@@ -40,15 +41,20 @@ class Head:
     Attributes:
         hidden: (N, H), each the one that predicts its target.
         weight: (V, H). bias: (V,) or None.
+        factors: the layer's adapter; None for none.
+        scaling: of the adapter.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    factors: Factors | None = None
+    scaling: float = 1.0
 
     def logits(self, rows: slice, temperature: float, forbidden: torch.Tensor) -> torch.Tensor:
         """(n, V) float32 logits of some tokens, at the sampling temperature, forbidden ids left out."""
-        logits = F.linear(self.hidden[rows], self.weight, self.bias).float()
+        hidden = self.hidden[rows]
+        logits = add_product(F.linear(hidden, self.weight, self.bias), hidden, self.factors, self.scaling).float()
         if temperature != 1.0:
             logits = logits / temperature
         return logits.index_fill(1, forbidden, _MASKED) if forbidden.numel() else logits
@@ -75,8 +81,14 @@ def score_tokens(
         reference: the reference policy's head over the same tokens, for the exact KL.
     """
 
-    def chunk(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> torch.Tensor:
-        logits = Head(hidden, weight, bias).logits(slice(None), temperature, forbidden)
+    def chunk(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        factors: Factors | None,
+        rows: slice,
+    ) -> torch.Tensor:
+        logits = Head(hidden, weight, bias, factors, head.scaling).logits(slice(None), temperature, forbidden)
         found = [logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - logits.logsumexp(1)]
         if with_entropy:
             found.append(entropy(logits))
@@ -89,10 +101,11 @@ def score_tokens(
     size = max(1, CHUNK_ELEMENTS.get(head.hidden.device.type, 2**23) // head.weight.shape[0])
     # One chunk at least: a process without answers still takes part in the backward pass of a sharded model.
     chunks = [slice(start, start + size) for start in range(0, max(1, len(targets)), size)]
-    needs_grad = torch.is_grad_enabled() and (head.hidden.requires_grad or head.weight.requires_grad)
+    inputs = [head.hidden, head.weight, *(head.factors or ())]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     pieces = []
     for rows in chunks:
-        arguments = (head.hidden[rows], head.weight, head.bias, rows)
+        arguments = (head.hidden[rows], head.weight, head.bias, head.factors, rows)
         pieces.append(checkpoint(chunk, *arguments, use_reentrant=False) if needs_grad else chunk(*arguments))
     rows_of = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     return TokenScores(
@@ -102,7 +115,10 @@ def score_tokens(
     )
 
 
-def head_of(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a model's output layer."""
-    head = model.get_output_embeddings()
-    return head.weight, getattr(head, "bias", None)
+def head_over(model: Any, hidden: torch.Tensor) -> Head:
+    """A model's output layer over its last hidden states."""
+    layer = model.get_output_embeddings()
+    bias = getattr(layer, "bias", None)
+    if isinstance(layer, LoraLinear):
+        return Head(hidden, layer.weight, bias, layer.factors, layer.scaling)
+    return Head(hidden, layer.weight, bias)

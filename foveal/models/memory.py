@@ -49,6 +49,7 @@ class Pass:
         visual: part of the tokens that stand for pictures.
         checkpointing: of the model's layers.
         offload: what waits for the backward pass waits in host memory.
+        rank: of the adapters on all linear layers; 0 for none.
     """
 
     stream: int
@@ -57,6 +58,7 @@ class Pass:
     visual: float = 0.0
     checkpointing: Checkpointing = False
     offload: bool = False
+    rank: int = 0
 
 
 def decoder_block(config: Any) -> Block:
@@ -97,7 +99,8 @@ def kept_by_layer(block: Block, how: Pass) -> float:
         attention += (4 + how.compute) * (block.queries + block.keys)
     mlp = how.compute * block.inner * (4 if block.gated else 2)
     experts = how.compute * 2 * block.copies * block.width  # copies of the token, and what comes back
-    return 2 * norm + given + attention + mlp + experts
+    adapters = how.compute * how.rank * (7 if block.gated else 6)  # what A makes of the token, for each product
+    return 2 * norm + given + attention + mlp + experts + adapters
 
 
 def training_bytes(config: Any, how: Pass, *, tower_trained: bool) -> float:
@@ -147,5 +150,5 @@ def _tower_bytes(config: Any, how: Pass, of: Any) -> float:
         return 0.0
     patches = config.vision_config.spatial_merge_size**2
     # Its attention gathers no keys.
-    alone = Pass(how.stream, how.compute, checkpointing=how.checkpointing, offload=how.offload)
+    alone = Pass(how.stream, how.compute, checkpointing=how.checkpointing, offload=how.offload, rank=how.rank)
     return float(how.visual * patches * of(block, alone))

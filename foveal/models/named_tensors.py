@@ -8,7 +8,7 @@ ever exists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from foveal.errors import ModelError
+from foveal.models.lora import is_factor, lora_layers, merged, whole
 
 
 def named_tensors(
-    model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
+    model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20, *, merge: bool = True
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Full weights under the names and layouts that `model.save_pretrained` writes, in buckets.
 
@@ -37,13 +37,48 @@ def named_tensors(
         model: a transformers model; its parameters may be DTensors.
         dtype: to which floating tensors are cast, before they are gathered and converted; None leaves them.
         bucket_bytes: the most that the tensors of a bucket take together; a larger tensor is a bucket alone.
+        merge: adapters are added to the weights, in float32, before these are cast; otherwise they are left out.
 
     Raises:
         ModelError: a sharded model whose conversions are no longer known.
     """
+    state = _distinct_state(model)
+    adapted = {f"{path}.weight": layer for path, layer in lora_layers(model).items()} if merge else {}
+
+    def read(name: str) -> torch.Tensor:
+        layer = adapted.get(name)
+        if layer is None:
+            return _full(state[name], dtype)
+        weight, factors = whole(state[name]), (whole(layer.lora_A), whole(layer.lora_B))
+        return merged(weight, factors, layer.scaling, dtype or weight.dtype)
+
+    yield from in_buckets(saved_tensors(model, state, read), bucket_bytes)
+
+
+def saved_tensors(
+    model: nn.Module, names: Iterable[str], read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `named_tensors`, one by one, of weights that need not be in the model, which may lie on the meta device.
+
+    Args:
+        names: of the weights in the module; a tied weight's first name only.
+        read: module's name → full weight.
+    """
+    for target, group in _groups(model, names).items():
+        tensors = [read(name) for name, _ in group.sources]
+        if group.converter is None:
+            yield target, tensors[0]
+        else:
+            yield from _convert(model, target, group, tensors)
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 512 << 20
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Gathers tensors into lists of at most `bucket_bytes`; a larger tensor is a list alone."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, tensor in _saved_tensors(model, dtype):
+    for name, tensor in tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
@@ -67,24 +102,15 @@ class _Group:
     sources: list[tuple[str, str | None]] = field(default_factory=list)
 
 
-def _saved_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    state = _distinct_state(model)
-    for target, group in _groups(model, state).items():
-        tensors = [_full(state[name], dtype) for name, _ in group.sources]
-        if group.converter is None:
-            yield target, tensors[0]
-        else:
-            yield from _convert(model, target, group, tensors)
-
-
 def _distinct_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's persistent state; a tied weight under its first name, which is the one that is saved."""
+    """The module's persistent state without adapters; a tied weight under its first name, which is the one that is
+    saved."""
     first_names: dict[int, str] = {}
     # FSDP2 puts back the shards that a forward left gathered when the state is asked for; `parameters()` does not.
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         first_names.setdefault(id(tensor), name)
-    return {name: state[name].detach() for name in first_names.values()}
+    return {name: state[name].detach() for name in first_names.values() if not is_factor(name)}
 
 
 def _groups(model: nn.Module, names: Iterable[str]) -> dict[str, _Group]:
@@ -122,13 +148,7 @@ def _conversions_to_disk(model: nn.Module) -> list[Any]:
 
 
 def _full(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    if isinstance(tensor, DTensor):  # gathered on the device, also where the shards wait in host memory
-        on_device: Any = tensor.to(tensor.device_mesh.device_type)
-        whole: torch.Tensor = on_device.full_tensor()
-        return whole
-    return tensor
+    return whole(tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype))
 
 
 def _convert(

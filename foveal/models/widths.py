@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foveal.models.lora import LoraLinear, add_product
+
 _ALIGNED = 8  # elements of 16 bits in the 16 bytes at which a row must begin
 _WIDTH = 64  # wide tiles; at most 2 % more work for widths of 3,000 and above
 
@@ -34,15 +36,17 @@ def align_vision_mlps(tower: Any) -> int:
 
 def _aligned_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) · up(x)), where the added columns of gate and up are 0, and so add nothing to down."""
-    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if any(type(layer) is not nn.Linear for layer in layers):  # adapters compute with weights of their own
-        return type(mlp).forward(mlp, hidden)
-    gate, up, down = layers
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     extra = -gate.out_features % _WIDTH
-    wide = mlp.act_fn(_widened(gate, extra, hidden)) * _widened(up, extra, hidden)
-    return F.linear(wide, F.pad(down.weight, (0, extra)), down.bias)
+    wide = mlp.act_fn(_widened(gate, hidden, rows=extra)) * _widened(up, hidden, rows=extra)
+    return _widened(down, wide, columns=extra)
 
 
-def _widened(layer: nn.Linear, extra: int, hidden: torch.Tensor) -> torch.Tensor:
-    bias = None if layer.bias is None else F.pad(layer.bias, (0, extra))
-    return F.linear(hidden, F.pad(layer.weight, (0, 0, 0, extra)), bias)
+def _widened(layer: nn.Linear, hidden: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tensor:
+    """The layer with rows and columns of zeros added to its weight, and so to its adapter."""
+    bias = None if layer.bias is None else F.pad(layer.bias, (0, rows))
+    result = F.linear(hidden, F.pad(layer.weight, (0, columns, 0, rows)), bias)
+    if not isinstance(layer, LoraLinear) or layer.factors is None:
+        return result
+    a, b = layer.factors
+    return add_product(result, hidden, (F.pad(a, (0, columns)), F.pad(b, (0, 0, 0, rows))), layer.scaling)

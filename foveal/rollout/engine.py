@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class RolloutEngine(ABC):
 
     dtype: torch.dtype | None = None
     """The type that it keeps weights in; None: it has none of its own."""
+    takes_adapters: bool = False
+    """Whether it applies a low-rank adapter itself: it then gets the base weights, and the adapter beside them."""
 
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
@@ -77,6 +79,16 @@ class RolloutEngine(ABC):
             buckets: full tensors under the names and layouts that `save_pretrained` writes, some at a time.
             version: the number of these weights.
         """
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], version: int) -> None:
+        """Takes over a new adapter before the next `submit`, after the base weights; where `takes_adapters` is true.
+
+        Args:
+            tensors: full, under the names that peft writes into adapter_model.safetensors.
+            config: what peft writes into adapter_config.json.
+            version: the number of these weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} applies no adapters")
 
     @abstractmethod
     def sleep(self) -> None:

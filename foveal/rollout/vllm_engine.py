@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,11 +19,21 @@ from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ConfigError, EngineError
 from foveal.rollout.engine import RolloutEngine, check_finite
+from foveal.rollout.vllm_available import vllm_version
 from foveal.rollout.vllm_failures import explain_failure
+from foveal.rollout.vllm_lora import (
+    adapter_request,
+    complete_packing,
+    lacking_modules,
+    plan_adapter,
+    put_in,
+    say_merged,
+)
 from foveal.rollout.vllm_processes import process_count, set_ranks, shut_down
 from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
 from foveal.rollout.vllm_scheduler import with_bursts
 from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment, quiet_libraries
+from foveal.rollout.vllm_weights import by_expert, reload
 from foveal.rollout.watchdog import Watchdog
 from foveal.types import Group, Prompt, Response, Sampling
 
@@ -87,13 +97,16 @@ class VllmEngine(RolloutEngine):
         self, config: Config, processing: Processing, *, model_path: str, device: torch.device, images: int
     ) -> None:
         self.config = config
+        adapter = plan_adapter(config.worker.actor.model, model_path)
         prepare_environment(device.type)
         processes, keep_group = process_count(), dist.is_initialized()
         if processes > 1:
             set_ranks(device)
         try:
             with quiet_libraries():
-                arguments = engine_arguments(config, processing, model_path, device.type, images, processes)
+                arguments = engine_arguments(config, processing, model_path, device.type, images, processes, adapter)
+                if adapter:
+                    complete_packing()
                 vllm_config, self.core = _start(arguments)
         except ConfigError:
             raise
@@ -105,6 +118,11 @@ class VllmEngine(RolloutEngine):
         self._shut_down = weakref.finalize(self, shut_down, self.core, keep_group=keep_group)
         self.on_cpu = device.type == "cpu"
         self.dtype = vllm_config.model_config.dtype
+        if adapter:
+            (lacking,) = self.core.collective_rpc(lacking_modules, args=(adapter.modules,))
+            self.takes_adapters = not lacking
+            if lacking:
+                say_merged(f"vLLM {vllm_version()} has none for {lacking[0]}")
         # The newer runner draws from each answer's seed in its kernel. The older one would keep a generator for each
         # and draw from one after the other; there a seed for each submission must do.
         self.seeded = bool(getattr(vllm_config, "use_v2_model_runner", False))
@@ -117,6 +135,7 @@ class VllmEngine(RolloutEngine):
             forbidden_ids=processing.forbidden_ids,
             eos_ids=processing.eos_ids,
             seeded=self.seeded,
+            lora_request=adapter_request() if self.takes_adapters else None,
         )
         self.watchdog = Watchdog("the vLLM engine", STEP_LIMIT)
         self._open: dict[str, _Job] = {}  # by the name of the request
@@ -125,6 +144,7 @@ class VllmEngine(RolloutEngine):
         self._submitted = 0
         self._asleep: set[str] = set()
         self._version: int | None = None
+        self._adapter_version: int | None = None
         self._died: str | None = None
 
     # -- answers ------------------------------------------------------------------------------------------------
@@ -268,18 +288,12 @@ class VllmEngine(RolloutEngine):
         Raises:
             EngineError: the engine died, answers are open, or the tensors are not those of the model.
         """
-        self._check_alive()
-        if self._open:
-            raise EngineError(f"weights cannot change while {len(self._open)} answers are open")
+        self._check_changeable()
+        self._version = self._adapter_version = None
         with self._fatal():
             weights = by_expert(chain.from_iterable(buckets))
-            (lacking,) = self.core.collective_rpc(_reload, args=(weights,))
-            forgotten = self.core.reset_prefix_cache()
-            self.core.reset_mm_cache()
-            self.core.reset_encoder_cache()
-        if not forgotten:
-            self._died = "vLLM still holds keys and values that the former weights computed, so it cannot go on."
-            raise EngineError(self._died)
+            (lacking,) = self.core.collective_rpc(reload, args=(weights,))
+        self._forget()
         if lacking:
             self._died = (
                 f"the weights handed to vLLM lack {len(lacking)} of its model's ({', '.join(lacking[:3])}, …), so its "
@@ -287,6 +301,36 @@ class VllmEngine(RolloutEngine):
             )
             raise EngineError(self._died)
         self._version = version
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], version: int) -> None:
+        """As `RolloutEngine.update_adapter`; forgets everything that the former adapter computed.
+
+        Raises:
+            EngineError: the engine died, answers are open, the base weights are not there, or the tensors are not an
+                adapter of the modules that the engine was started for.
+        """
+        self._check_changeable()
+        if self._version is None:
+            raise EngineError("the engine has no weights yet: base weights come before the adapter")
+        self._adapter_version = None
+        with self._fatal():
+            (lacking,) = self.core.collective_rpc(put_in, args=(tensors, config))
+        self._forget()
+        if lacking:
+            raise EngineError(
+                f"the engine was not started for adapters of {len(lacking)} modules ({', '.join(lacking[:3])}, …)"
+            )
+        self._adapter_version = version
+
+    def _forget(self) -> None:
+        """Drops keys, values and features of pictures that former weights computed."""
+        with self._fatal():
+            forgotten = self.core.reset_prefix_cache()
+            self.core.reset_mm_cache()
+            self.core.reset_encoder_cache()
+        if not forgotten:
+            self._died = "vLLM still holds keys and values that the former weights computed, so it cannot go on."
+            raise EngineError(self._died)
 
     def sleep(self) -> None:
         """Drops weights and cache from the device. Without a device to share (CPU) there is nothing to do.
@@ -301,7 +345,7 @@ class VllmEngine(RolloutEngine):
         self._check_alive()
         if self._asleep:
             raise EngineError("the engine cannot sleep before it is awake: its cache has no memory yet")
-        self._version = None
+        self._version = self._adapter_version = None
         with self._fatal():
             self.core.sleep(2, "abort")
         self._asleep = {"weights", "kv_cache"}
@@ -335,10 +379,17 @@ class VllmEngine(RolloutEngine):
         if self._died:
             raise EngineError(self._died)
 
+    def _check_changeable(self) -> None:
+        self._check_alive()
+        if self._open:
+            raise EngineError(f"weights cannot change while {len(self._open)} answers are open")
+
     def _check_ready(self) -> None:
         self._check_alive()
         if self._version is None:
             raise EngineError("the engine has no weights yet: wake and update it first")
+        if self.takes_adapters and self._adapter_version is None:
+            raise EngineError("the engine has no adapter yet: it takes one after every update of its weights")
 
 
 def _start(arguments: Any) -> tuple[Any, Any]:
@@ -349,47 +400,6 @@ def _start(arguments: Any) -> tuple[Any, Any]:
     config = create_config(arguments)
     config.scheduler_config.scheduler_cls = with_bursts(config.scheduler_config.get_scheduler_cls())
     return config, EngineCore(config, Executor.get_class(config), log_stats=False)
-
-
-def _reload(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
-    """Runs in vLLM's worker: takes the weights; returns those of the model that did not come.
-
-    vLLM only logs them.
-    """
-    model = worker.get_model()
-    wanted = {name for name, _ in model.named_parameters()}
-    load, came = model.load_weights, set()
-
-    def load_and_note(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        came.update(load(weights))
-        return came
-
-    model.load_weights = load_and_note
-    try:
-        worker.reload_weights(weights_iterator=weights)
-    finally:
-        del model.load_weights
-    # The experts' own module names its weights without itself.
-    return sorted(name for name in wanted if name not in came and name.replace(".routed_experts.", ".") not in came)
-
-
-def by_expert(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Splits the fused experts that `save_pretrained` writes for Qwen3-VL-MoE, (experts, out, in), into single ones.
-
-    vLLM reads fused ones too, but its versions disagree on which way round they are.
-    """
-    for name, tensor in weights:
-        path, _, kind = name.rpartition(".experts.")
-        if kind not in ("gate_up_proj", "down_proj"):
-            yield name, tensor
-            continue
-        for expert, weight in enumerate(tensor.unbind()):
-            if kind == "down_proj":
-                yield f"{path}.experts.{expert}.down_proj.weight", weight
-            else:
-                gate, up = weight.chunk(2)
-                yield f"{path}.experts.{expert}.gate_proj.weight", gate
-                yield f"{path}.experts.{expert}.up_proj.weight", up
 
 
 class RandomNumbers(AbstractContextManager[None]):

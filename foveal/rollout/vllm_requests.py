@@ -34,6 +34,7 @@ class RequestBuilder:
         forbidden_ids: ids that are never sampled.
         eos_ids: ids that end an answer.
         seeded: whether each answer gets a seed of its own.
+        lora_request: the adapter that every answer is sampled with.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RequestBuilder:
         forbidden_ids: list[int],
         eos_ids: list[int],
         seeded: bool,
+        lora_request: Any = None,
     ) -> None:
         self.block_hasher = block_hasher
         self.features = features
@@ -53,6 +55,7 @@ class RequestBuilder:
         self.forbidden_ids = forbidden_ids
         self.eos_ids = eos_ids
         self.seeded = seeded
+        self.lora_request = lora_request
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.vocabulary: int = vllm_config.model_config.get_vocab_size()
         self.processor: Any = None
@@ -94,6 +97,7 @@ class RequestBuilder:
                 sampling_params=own,
                 pooling_params=None,
                 arrival_time=now,
+                lora_request=self.lora_request,
                 mm_features=media,
                 block_hasher=self.block_hasher if hashes is None else partial(_known_hashes, hashes),
             )

@@ -174,7 +174,6 @@ def with_bursts(base: type[Any]) -> type[Any]:
                 and self.num_spec_tokens == 0
                 and self.connector is None
                 and self.ec_connector is None
-                and not self.lora_config
             )
 
         def take_pieces(self) -> list[Piece]:

@@ -17,6 +17,7 @@ from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ConfigError
 from foveal.rollout.vllm_available import TESTED, vllm_version
+from foveal.rollout.vllm_lora import AdapterShape
 
 MAX_SEQUENCES = 2048
 """Answers sampled side by side. Beyond it a pass is no longer bound by the host but by arithmetic, while the logits of
@@ -77,7 +78,13 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def engine_arguments(
-    config: Config, processing: Processing, model_path: str, device_type: str, images: int, processes: int = 1
+    config: Config,
+    processing: Processing,
+    model_path: str,
+    device_type: str,
+    images: int,
+    processes: int = 1,
+    adapter: AdapterShape | None = None,
 ) -> Any:
     """vLLM's `EngineArgs` for this run. Call `prepare_environment` before.
 
@@ -85,6 +92,7 @@ def engine_arguments(
         model_path: a Hugging Face folder or hub id: configuration, and for VLMs tokenizer and processor, are read.
         images: most pictures in a prompt.
         processes: of torch.distributed, where it is initialised.
+        adapter: that the engine is to apply itself.
 
     Raises:
         ConfigError: the installed version lacks an argument that the engine cannot do without, or the processes cannot
@@ -92,12 +100,18 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    wanted = wanted_arguments(config, processing, model_path, device_type, images, processes)
+    wanted = wanted_arguments(config, processing, model_path, device_type, images, processes, adapter)
     return EngineArgs(**keep_known(wanted, {field.name for field in fields(EngineArgs)}))
 
 
 def wanted_arguments(
-    config: Config, processing: Processing, model_path: str, device_type: str, images: int, processes: int = 1
+    config: Config,
+    processing: Processing,
+    model_path: str,
+    device_type: str,
+    images: int,
+    processes: int = 1,
+    adapter: AdapterShape | None = None,
 ) -> dict[str, Any]:
     """The arguments of `engine_arguments` by name, whether or not a version knows them."""
     rollout, model, cuda = config.worker.rollout, config.worker.actor.model, device_type == "cuda"
@@ -136,6 +150,8 @@ def wanted_arguments(
             "tensor_parallel_size": _tensor_parallel_size(config, processes),
             "distributed_executor_backend": "external_launcher",  # the processes are there already
         }
+    if adapter:
+        arguments |= adapter.arguments(device_type)
     if processing.processor is None:
         return arguments | {"skip_tokenizer_init": True}
     return arguments | _media_arguments(config, processing.processor, model_path, images)

@@ -25,6 +25,7 @@ class Trackers:
         config: the whole configuration; `trainer.logger` names the trackers.
         run_dir: the run's folder.
         resume_step: steps that were done before this process; trackers then go on with the run they had.
+        run_ids: of the trackers' runs, by tracker, where the run's folder doesn't tell them.
 
     Attributes:
         log_file: `experiment_log.jsonl` of the run.
@@ -33,11 +34,13 @@ class Trackers:
         ConfigError: the folder cannot be written to. Outside trackers only ever warn.
     """
 
-    def __init__(self, config: Config, run_dir: Path, resume_step: int = 0) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, resume_step: int = 0, run_ids: dict[str, str] | None = None
+    ) -> None:
         values = config.model_dump(mode="json")
         self._files = RunFiles(run_dir, values)
         self.log_file = self._files.log_file
-        self._ids = _RunIds(run_dir / "trackers.json", resume_step)
+        self._ids = _RunIds(run_dir / "trackers.json", resume_step, run_ids)
         self._external = []
         for name in dict.fromkeys(config.trainer.logger):
             if name not in BACKENDS:
@@ -53,6 +56,11 @@ class Trackers:
             self._external.append(Background(name, BACKENDS[name](), run, partial(self._ids.keep, name)))
         self._file_failed = False
         note(f"metrics and sample answers: {run_dir}/{self.log_file.name}, {run_dir}/generations.log")
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """The ids that trackers have given the run so far."""
+        return self._ids.all()
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Logs metrics; may be called several times for a step."""
@@ -91,18 +99,22 @@ class Trackers:
 class _RunIds:
     """The ids that trackers gave the run, kept in `trackers.json` so that a resumed run is not a second one there."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, otherwise: dict[str, str] | None = None) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._ids: dict[str, str] = {}
+        self._ids = dict(otherwise or {})
         if resume_step and path.exists():
             try:
-                self._ids = dict(json.loads(path.read_text(encoding="utf-8")).items())
+                self._ids |= json.loads(path.read_text(encoding="utf-8")).items()
             except (OSError, ValueError, AttributeError):
                 warn(f"{path} is damaged: trackers start a new run instead of going on with the old one.")
 
     def get(self, name: str) -> str | None:
         return self._ids.get(name)
+
+    def all(self) -> dict[str, str]:
+        with self._lock:
+            return dict(self._ids)
 
     def keep(self, name: str, run_id: str) -> None:
         with self._lock:

@@ -103,7 +103,7 @@ def _sizes(scorer: Any) -> Any:
 
 
 def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
-    weights = DTYPES[keys.weights_dtype].itemsize
+    weights = next(scorer.model.parameters()).dtype.itemsize
     compute = scorer.autocast.itemsize if scorer.autocast else weights
     if any(isinstance(p, DTensor) for p in scorer.parameters()):  # gathered in the type that is computed in
         weights = compute = DTYPES[keys.fsdp.mp_param_dtype].itemsize
@@ -118,6 +118,7 @@ def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
         visual=prompt / (prompt + n * answer / 2) if tower_block(_sizes(scorer)) else 0.0,
         checkpointing=keys.model.enable_gradient_checkpointing,
         offload=keys.model.activation_offload,
+        rank=keys.model.lora.rank,
     )
 
 

@@ -1,6 +1,6 @@
 """The folders of a checkpoint. The actor's holds its state, and what a Hugging Face folder needs besides.
 
-actor/.metadata, *.distcp   foveal.train.state
+actor/.metadata, *.distcp   foveal.train.state; and foveal.train.rng
 actor/foveal.json           ActorInfo
 actor/huggingface/          config.json and generation_config.json of the source model, tokenizer, processor
 critic/…, foveal.json       its state alone (foveal.train.critic); only where there is a critic
@@ -9,24 +9,24 @@ critic/…, foveal.json       its state alone (foveal.train.critic); only where 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from foveal.errors import CheckpointError
-from foveal.train.files import write_json
-from foveal.train.state import Manifest, distinct_tensors, load_state, read_manifest, save_state, write_manifest
+from foveal.models.lora import adapter_config, has_lora, restore_lora
+from foveal.train.description import Description, describe_actor
+from foveal.train.processes import in_first_process
+from foveal.train.state import Manifest, load_state, read_manifest, take_state, write_manifest, write_state
 
 HUGGINGFACE = "huggingface"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorInfo(Manifest):
     """What `foveal.json` says of an actor.
 
@@ -35,12 +35,14 @@ class ActorInfo(Manifest):
         source: the folder or hub id that training started from.
         source_dtype: in which the source model's weights are stored, as "bfloat16": the dtype of an export.
         tied_weights: whether some weights go by two names (usually output head and token embedding).
+        lora: adapter_config.json of the adapters that were trained, whose base `source` is; None for all weights.
     """
 
     model_class: str
     source: str
     source_dtype: str
     tied_weights: bool
+    lora: dict[str, Any] | None = None
 
 
 def save_actor(
@@ -54,34 +56,41 @@ def save_actor(
 ) -> None:
     """Writes the weights, the optimizer's state and the configuration files of a model into `folder`.
 
-    With a process group every process must call this.
+    With several processes every one must call this.
 
     Args:
         folder: made when absent.
         optimizer: None leaves its state out (`trainer.save_model_only`).
-        source_path: the folder or hub id that `model` was loaded from.
-        save_processing: writes tokenizer, processor and chat template into the folder it is given.
-        override_config: top-level keys of config.json that were changed when the model was loaded.
+        source_path, save_processing, override_config: as in `describe_actor`.
 
     Raises:
         OSError: the disk refused (full, read-only, …).
     """
-    tied = len(distinct_tensors(model)) < len(model.state_dict())
-    manifest = save_state(folder, model, optimizer)
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    hf_folder = folder / HUGGINGFACE
-    hf_folder.mkdir(exist_ok=True)
-    save_processing(hf_folder)
-    _copy_configuration(source_path, hf_folder, override_config or {})
-    info = ActorInfo(
-        **asdict(manifest),
-        model_class=type(model).__name__.removeprefix("FSDP"),
-        source=source_path,
-        source_dtype=_source_dtype(source_path),
-        tied_weights=tied,
+    description = describe_actor(
+        model, source_path=source_path, save_processing=save_processing, override_config=override_config
     )
-    write_manifest(folder, info)
+    write_actor(folder, take_state(model, optimizer), description)
+
+
+def write_actor(folder: Path, state: dict[str, Any], description: Description) -> None:
+    """Writes an actor's folder. Training may go on meanwhile where `state` is a copy.
+
+    With several processes every one must call this.
+
+    Args:
+        folder: made when absent.
+        state: from `foveal.train.state.take_state`.
+
+    Raises:
+        OSError: the disk refused (full, read-only, …).
+    """
+    manifest = write_state(folder, state)
+
+    def describe() -> None:
+        description.write_files(folder / HUGGINGFACE)
+        write_manifest(folder, ActorInfo(**asdict(manifest), **description.entries))
+
+    in_first_process(describe)
 
 
 def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -95,22 +104,44 @@ def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         CheckpointError: a file is missing or cut, or the checkpoint belongs to another model or optimizer.
     """
     folder = actor_folder(folder)
-    load_state(folder, check_actor(folder), model, optimizer)
+    info = check_actor(folder)
+    _check_adapters(folder, info.lora, model)
+    load_state(folder, info, model, optimizer)
 
 
 def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
     """Builds the model of a checkpoint on the CPU with its trained weights, cast once to `dtype`, in eval mode.
 
-    Only the checkpoint is read: the model that training started from need not exist any more.
+    Only the checkpoint is read: the model that training started from need not exist any more, unless adapters were
+    trained. These stay adapters, in float32.
 
     Raises:
         CheckpointError: as `load_actor`, or a missing or unknown config.json.
+        ModelError: the weights that the adapters belong to can't be read.
+    """
+    folder = actor_folder(folder)
+    info = check_actor(folder)
+    if info.lora is None:
+        model = build_trained(folder, info, dtype=dtype, attn_implementation=attn_implementation)
+    else:
+        from foveal.models.filling import fill_weights
+
+        with torch.device("meta"):
+            model = build_trained(folder, info, dtype=dtype, attn_implementation=attn_implementation)
+        fill_weights(model, info.source, device=torch.device("cpu"))
+    load_actor(folder, model, None)
+    return model.eval()
+
+
+def build_trained(folder: Path, info: ActorInfo, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
+    """Builds the model of a checkpoint on the default device with its adapters, if it has any; no weights are set.
+
+    Raises:
+        CheckpointError: a missing or unknown config.json.
     """
     import transformers
     from transformers.initialization import no_init_weights
 
-    folder = actor_folder(folder)
-    info = check_actor(folder)
     model_class = getattr(transformers, info.model_class, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise CheckpointError(f"{folder}: transformers {transformers.__version__} has no model {info.model_class}.")
@@ -122,10 +153,24 @@ def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str =
     except Exception as error:  # each configuration class has checks and errors of its own
         raise CheckpointError(f"{path}: cannot read the model's configuration ({error}).") from error
     with no_init_weights():
-        model = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model: Any = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.tie_weights()
-    load_actor(folder, model, None)
-    return model.eval()
+    assert isinstance(model, nn.Module)
+    if info.lora is not None:
+        restore_lora(model, info.lora)
+    return model
+
+
+def _check_adapters(folder: Path, saved: dict[str, Any] | None, model: nn.Module) -> None:
+    """Raises CheckpointError where the model's adapters are not of the kind that was saved."""
+    ours = adapter_config(model) if has_lora(model) else None
+    for key, what in (("r", "rank"), ("lora_alpha", "alpha")):
+        theirs, now = (0 if config is None else config[key] for config in (saved, ours))
+        if theirs != now:
+            raise CheckpointError(
+                f"{folder}: the checkpoint was trained with lora.{what}={theirs}, this run has {now}; set "
+                f"worker.actor.model.lora.{what}={theirs}, or start from the merged checkpoint (`foveal merge`)."
+            )
 
 
 def actor_folder(folder: Path) -> Path:
@@ -155,45 +200,3 @@ def check_critic(folder: Path) -> Manifest:
         cure="To train a critic from a checkpoint without one, turn its actor into a model (`foveal merge`) and set "
         "worker.actor.model.model_path to the result, in a new run.",
     )
-
-
-def _copy_configuration(source: str, target: Path, overrides: dict[str, Any]) -> None:
-    """Copies config.json and, where there is one, generation_config.json."""
-    from transformers.utils import cached_file
-
-    shutil.copyfile(_required_file(source, "config.json"), target / "config.json")
-    generation = cached_file(
-        source,
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if generation is not None:
-        shutil.copyfile(generation, target / "generation_config.json")
-    if overrides:
-        path = target / "config.json"
-        write_json(path, json.loads(path.read_text(encoding="utf-8")) | overrides)
-
-
-def _source_dtype(source: str) -> str:
-    """The dtype of the source model's weights, as "bfloat16": what config.json says, else what its first weight is."""
-    from safetensors import safe_open
-    from transformers.utils import cached_file
-
-    config = json.loads(_required_file(source, "config.json").read_text(encoding="utf-8"))
-    for place in (config, config.get("text_config", {})):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(place.get(key), str):
-                return str(place[key]).removeprefix("torch.")
-    found = cached_file(source, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        index = _required_file(source, "model.safetensors.index.json").read_text(encoding="utf-8")
-        found = str(_required_file(source, next(iter(json.loads(index)["weight_map"].values()))))
-    with safe_open(found, framework="pt") as weights:
-        return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
-
-
-def _required_file(source: str, name: str) -> Path:
-    from transformers.utils import cached_file
-
-    return Path(str(cached_file(source, name)))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from foveal.algorithm import aggregate
@@ -19,6 +18,7 @@ from foveal.errors import ModelError
 from foveal.models.families import read_config
 from foveal.models.feature_store import FeatureStore
 from foveal.models.loading import DTYPES, empty_model, load_model
+from foveal.models.lora import add_lora
 from foveal.models.parts import freeze_parts
 from foveal.models.recompute import set_checkpointing
 from foveal.models.ulysses import Ulysses
@@ -29,10 +29,11 @@ from foveal.train.layout import PromptLayouts
 from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack
 from foveal.train.peers import spread
+from foveal.train.processes import several_processes
 from foveal.train.retry import within_memory
 from foveal.train.scoring import Packer
-from foveal.train.sharding import reshard, several_processes
-from foveal.train.state import load_state, save_state, write_manifest
+from foveal.train.sharding import reshard
+from foveal.train.state import load_state
 from foveal.train.step import optimizer_batches, optimizer_step
 from foveal.types import Group, Metrics
 
@@ -148,22 +149,6 @@ class Critic:
         if self.scorer.store is not None:
             self.scorer.store.clear()
 
-    def save(self, folder: Path, *, model_only: bool = False) -> None:
-        """Writes the critic's folder of a checkpoint: weights with the value head, and the optimizer's state.
-
-        With a process group every process must call this.
-
-        Args:
-            folder: made when absent.
-            model_only: leaves the optimizer's state out (`trainer.save_model_only`).
-
-        Raises:
-            OSError: the disk refused (full, read-only, …).
-        """
-        manifest = save_state(folder, self.scorer, None if model_only else self.optimizer)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_manifest(folder, manifest)
-
     def load(self, folder: Path) -> None:
         """Reads weights and the optimizer's state, in place; the optimizer starts afresh where there is no state.
 
@@ -218,13 +203,16 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
     build = empty_model if several else load_model
     model: Any = build(
         source.model_path,
-        dtype=DTYPES[critic.weights_dtype],
+        dtype=DTYPES[critic.weights_dtype(device.type)],
         device=device,
         trust_remote_code=source.trust_remote_code,
         override_config=source.override_config,
         section=section,
     )
     freeze_parts(model, critic.model)
+    lora = critic.model.lora
+    if lora.rank:
+        add_lora(model, lora, lora.adapter_path, section="worker.critic.model")
     set_checkpointing(model, critic.model.enable_gradient_checkpointing)
     layouts = PromptLayouts(model, processing.features)
     scorer = ValueScorer(
@@ -233,7 +221,10 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
         store=FeatureStore(),
         offload=critic.model.activation_offload,
     ).eval()
-    peers = spread(scorer, source.model_path, critic.fsdp, device, role="critic", section=section) if several else None
+    peers = None
+    if several:
+        adapter = lora.adapter_path if lora.rank else None
+        peers = spread(scorer, source.model_path, critic.fsdp, device, adapter=adapter, role="critic", section=section)
 
     def packer() -> Packer:
         return Packer(

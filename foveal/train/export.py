@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from foveal.errors import CheckpointError, ConfigError
-from foveal.models.loading import DTYPES as SHORT_DTYPES
+from foveal.models.adapter_files import PREFIX
+from foveal.models.lora import FACTORS, Factors
+from foveal.models.named_tensors import saved_tensors
 from foveal.track.console import note
-from foveal.train.checkpoint import HUGGINGFACE, actor_folder, check_actor, load_trained
-from foveal.train.files import free_space, fsync_tree, write_json
-from foveal.train.state import distinct_tensors
+from foveal.train.checkpoint import HUGGINGFACE, ActorInfo, actor_folder, build_trained, check_actor
+from foveal.train.easyr1_checkpoint import ADAPTER
+from foveal.train.easyr1_export import export_easyr1, export_easyr1_adapter
+from foveal.train.hf_folder import DTYPES, write_adapter, write_hf
+from foveal.train.merging import BaseWeights
+from foveal.train.rank_files import has_rank_files
+from foveal.train.safetensors_stream import SHARD_BYTES
+from foveal.train.shards import ShardReader
+from foveal.train.state import check_contents, check_names, saved_weights, weights_of
 
-DTYPES = SHORT_DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in SHORT_DTYPES.values()}
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_NO_DTYPE = f"not a type that weights are saved in. Allowed: {', '.join(DTYPES)}."
 
 
-def export(local_dir: Path, target: Path | None = None, dtype: str | None = None) -> Path:
+def export(
+    local_dir: Path,
+    target: Path | None = None,
+    dtype: str | None = None,
+    *,
+    model: nn.Module | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
     """Writes the trained weights with configuration, tokenizer and processor as a Hugging Face folder.
 
-    Everything is written beside `target` and checked first; the weights come in last, so `target` never holds a part of
-    a model. Files of other names in `target` stay. Names and layouts are those of transformers' `save_pretrained`.
+    Weights are read, cast, converted and written some at a time, whatever number of processes saved them. Most memory
+    goes to the largest weight, once as saved and once cast, or to the experts of a layer. Names and layouts are those
+    of transformers' `save_pretrained`; adapters are added to the weights of the model that training started from, under
+    the names that its files have. `target` never holds a part of a model (`hf_folder.write_hf`).
 
     Args:
         local_dir: `…/global_step_N/actor`, or `…/global_step_N`.
         target: `local_dir/huggingface` by default.
         dtype: a key of `DTYPES`; by default that of the model which training started from. Weights are cast once.
+        model: the checkpoint's, on the meta device, given by the run that has just written it; by default it is built,
+            and the checkpoint's files are compared with their checksums first.
+        shard_bytes: most bytes of a safetensors file.
 
     Returns:
         The folder.
@@ -43,28 +56,79 @@ def export(local_dir: Path, target: Path | None = None, dtype: str | None = None
         CheckpointError: a damaged or incomplete checkpoint, weights that are not finite, or a full disk.
         ConfigError: unknown `dtype`.
     """
-    allowed = f"not a type that weights are saved in. Allowed: {', '.join(DTYPES)}."
+    actor, info = _open(local_dir, dtype)
+    if dtype is None and info.source_dtype not in DTYPES:
+        given = f"the weights that training started from are {info.source_dtype}"
+        raise CheckpointError(f"{actor}: {given}, {_NO_DTYPE} Give --dtype.")
+    to = DTYPES[dtype or info.source_dtype]
+    reader = ShardReader(actor)
+    saved = weights_of(reader.index)
+    if model is None:
+        check_contents(actor, info)
+        with torch.device("meta"):
+            model = build_trained(actor, info, dtype=to)
+        check_names(actor, {name: entry.size for name, entry in saved.items()}, saved_weights(model))
+    if info.lora is None:
+        numbers = sum(entry.size.numel() for entry in saved.values())
+        tensors = saved_tensors(model, saved, lambda name: reader.tensor(f"model.{name}", to))
+    else:
+        base = BaseWeights(info.source, model)
+        numbers = base.numbers
+        tensors = base.merged(lambda layer: _factors(reader, layer), info.lora["lora_alpha"] / info.lora["r"], to)
+    return write_hf(
+        target or actor / HUGGINGFACE,
+        ([tensor] for tensor in tensors),
+        expected=numbers,
+        configuration=actor / HUGGINGFACE,
+        dtype=to,
+        shard_bytes=shard_bytes,
+    )
+
+
+def export_adapter(local_dir: Path, target: Path | None = None, dtype: str | None = None) -> Path:
+    """Writes the adapters of a checkpoint as a folder that peft loads, whole or not at all.
+
+    Args:
+        local_dir: `…/global_step_N/actor`, or `…/global_step_N`.
+        target: `local_dir/lora_adapter` by default.
+        dtype: a key of `DTYPES`; by default float32, in which adapters are trained.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: as `export`; or all weights were trained.
+        ConfigError: unknown `dtype`.
+    """
+    actor, info = _open(local_dir, dtype)
+    if info.lora is None:
+        raise CheckpointError(f"{actor}: all weights were trained, there is no adapter. Merge without --adapter.")
+    to = DTYPES[dtype or "float32"]
+    check_contents(actor, info)
+    reader = ShardReader(actor)
+    layers = [name.removesuffix(".lora_A") for name in weights_of(reader.index) if name.endswith(".lora_A")]
+    named = {
+        f"{PREFIX}{layer}.{factor}.weight": reader.tensor(f"model.{layer}.{factor}", to)
+        for layer in layers
+        for factor in FACTORS
+    }
+    return write_adapter(target or actor / ADAPTER, named, info.lora | {"base_model_name_or_path": info.source})
+
+
+def _open(local_dir: Path, dtype: str | None) -> tuple[Path, ActorInfo]:
+    """The actor's folder and what it says of itself, after a look at the type that is asked for."""
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: {allowed}")
+        raise ConfigError(f"--dtype {dtype}: {_NO_DTYPE}")
     actor = actor_folder(local_dir)
-    target = target or actor / HUGGINGFACE
-    name = dtype or check_actor(actor).source_dtype
-    if name not in DTYPES:
-        raise CheckpointError(f"{actor}: the weights that training started from are {name}, {allowed} Give --dtype.")
-    model = load_trained(actor, dtype=DTYPES[name])
-    _check_finite(model, actor, name)
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        _write(model, actor / HUGGINGFACE, partial)
-        _check_written(model, partial)
-        fsync_tree(partial)
-        _put_in_place(partial, target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target}: cannot write the model: {error} ({free_space(target)}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target
+    return actor, check_actor(actor)
+
+
+def _factors(reader: ShardReader, layer: str) -> Factors | None:
+    names = [f"model.{layer}.{factor}" for factor in FACTORS]
+    if names[0] not in reader.index:
+        return None
+    a, b = (reader.tensor(name) for name in names)
+    return a, b
 
 
 def merge_command(argv: list[str]) -> int:
@@ -77,14 +141,30 @@ def merge_command(argv: list[str]) -> int:
         CheckpointError: as `export` and `upload`.
     """
     parser = argparse.ArgumentParser(prog="foveal merge", description="Turn a checkpoint into a Hugging Face folder.")
-    parser.add_argument("--local_dir", type=Path, required=True, help="the folder global_step_N/actor of a run")
+    parser.add_argument(
+        "--local_dir", type=Path, required=True, help="the folder global_step_N/actor of a run, of EasyR1 too"
+    )
     parser.add_argument("--target", type=Path, help="folder to write (default: LOCAL_DIR/huggingface)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: that of the source model)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapters alone, for peft (default folder: LOCAL_DIR/lora_adapter)"
+    )
+    parser.add_argument(
+        "--lora_alpha", type=float, metavar="ALPHA", help="of adapters that EasyR1 trained, if its files don't tell"
+    )
     parser.add_argument("--hf_upload_path", metavar="ID", help="Hugging Face repository to push the folder to")
     options = parser.parse_args(argv)
-    folder = export(options.local_dir, options.target, options.dtype)
+    actor = actor_folder(options.local_dir)
+    if has_rank_files(actor):
+        write_easyr1 = export_easyr1_adapter if options.adapter else export_easyr1
+        folder = write_easyr1(actor, options.target, options.dtype, lora_alpha=options.lora_alpha)
+    else:
+        write = export_adapter if options.adapter else export
+        folder = write(actor, options.target, options.dtype)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    note(f"saved {size / 1e9:.3g} GB of weights, tokenizer and configuration to {folder}")
+    note(
+        f"saved {size / 1e9:.3g} GB of weights{'' if options.adapter else ', tokenizer'} and configuration to {folder}"
+    )
     if options.hf_upload_path:
         note(f"uploaded to {upload(folder, options.hf_upload_path)}")
     return 0
@@ -108,60 +188,3 @@ def upload(folder: Path, repo_id: str) -> str:
             f"{folder}; log in with `hf auth login` and repeat, or push it with `hf upload {repo_id} {folder}`."
         ) from error
     return str(address)
-
-
-def _check_finite(model: nn.Module, actor: Path, dtype: str) -> None:
-    bad = [name for name, tensor in model.named_parameters() if not bool(torch.isfinite(tensor).all())]
-    if bad:
-        raise CheckpointError(
-            f"{actor}: {len(bad)} weights hold values that are not finite in {dtype} (the first is {bad[0]}). Training "
-            "diverged, or the values are too large for this type: use an earlier checkpoint, or --dtype bf16."
-        )
-
-
-def _write(model: Any, configuration: Path, folder: Path) -> None:
-    """Fills `folder` with the weights and with the files of `configuration`, which replace transformers' own."""
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    shutil.copytree(configuration, folder, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    _set_dtype(config, str(model.dtype).removeprefix("torch."))
-    write_json(path, config)
-
-
-def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Sets the dtype at the top, and wherever a part of the model states one; all other keys stay."""
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[key] = dtype
-    for part in config.values():
-        if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys() and "quant_method" not in part:
-            _set_dtype(part, dtype)
-
-
-def _check_written(model: nn.Module, folder: Path) -> None:
-    """Opens the weight files and compares them with the model: they must hold as many numbers.
-
-    Not by name: `save_pretrained` may store tensors under other names and layouts than the module has (experts).
-    """
-    expected = sum(tensor.numel() for tensor in distinct_tensors(model).values())
-    written = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a dictionary)
-                written += math.prod(weights.get_slice(name).get_shape())
-    if written != expected:
-        raise CheckpointError(f"{folder}: {written:,} of {expected:,} numbers were written; the model is incomplete.")
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Moves the files of `partial` into `target`: old weights go first, new ones come last."""
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in WEIGHTS:
-        for old in target.glob(pattern):
-            old.unlink()
-    files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-    for file in sorted(files, key=lambda file: (file.name.endswith(".index.json"), file.suffix == ".safetensors")):
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(partial / file, target / file)
-    fsync_tree(target)

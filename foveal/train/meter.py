@@ -12,8 +12,10 @@ from torch import nn
 
 from foveal.models.flops import FlopCounter, Work, peak_flops, visible_pairs
 from foveal.models.grids import Grid
+from foveal.models.lora import computes_as_at_start, without_adapter
 from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
+from foveal.train.scorer import StartScorer
 from foveal.types import Group, Metrics, Prompt
 
 _GIB = 1024**3
@@ -45,6 +47,7 @@ class Meter:
         self._grids = grids
         self._peak_rate = peak_flops(device)
         self._counters: dict[nn.Module, FlopCounter] = {}
+        self._starts: dict[nn.Module, FlopCounter] = {}  # by model, without its adapters
         self._phases: dict[str, _Phase] = {}
         self._open: _Phase | None = None
         self._allocated = self._reserved = 0
@@ -56,11 +59,17 @@ class Meter:
         reading of the reference, count as they are.
         """
         model: Any = scorer.model
-        counter = self._counters[scorer] = FlopCounter(model)
+        if isinstance(scorer, StartScorer):  # its work is done by the policy's scorer, which is watched
+            with without_adapter(model):
+                self._counters[scorer] = FlopCounter(model)
+            self._starts[model] = self._counters[scorer]
+            return
+        own = self._counters[scorer] = FlopCounter(model)
         tower = vision_tower(model)
 
         def count(work: Work) -> None:
             if self._open is not None:
+                counter = self._starts[model] if computes_as_at_start(model) else own
                 self._open.tokens += work.tokens
                 self._open.flops += counter.training(work) if torch.is_grad_enabled() else counter.forward(work)
 

@@ -81,6 +81,7 @@ def spread(
     fsdp: FsdpConfig,
     device: torch.device,
     *,
+    adapter: str | None = None,
     role: str = "actor",
     section: str = "worker.actor.model",
 ) -> Peers:
@@ -88,6 +89,7 @@ def spread(
 
     Args:
         scorer: `TokenScorer` or `ValueScorer`, without autocast; what is not trained must be frozen by now.
+        adapter: that the model's adapters start from, as in `fill_weights`.
         role: "actor", "ref" or "critic", whose `fsdp` it is, and section: that names the model; for messages.
 
     Raises:
@@ -99,7 +101,8 @@ def spread(
     precision = mixed_precision(fsdp, device)
     shard(scorer, fsdp, device_mesh(fsdp, device.type, f"worker.{role}.fsdp"), precision)
     model = scorer.get_submodule("model")
-    fill_weights(model, model_path, device=device, offloaded=fsdp.enable_cpu_offload, section=section)
+    offloaded = fsdp.enable_cpu_offload
+    fill_weights(model, model_path, device=device, offloaded=offloaded, adapter=adapter, section=section)
     return Peers(scorer, device, sums_at_end=sums_at_end(scorer, fsdp, precision, device))
 
 

@@ -12,7 +12,7 @@ from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights,
 from foveal.config import Config
 from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack
-from foveal.train.scorer import TokenScorer
+from foveal.train.scorer import Reference, TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
 from foveal.train.sharding import reshard
 from foveal.train.step import optimizer_batches, optimizer_step
@@ -36,7 +36,7 @@ class Policy:
         scorer: TokenScorer,
         packer: Packer,
         experience_packer: Packer,
-        reference: TokenScorer | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self.config = config
         self.scorer = scorer

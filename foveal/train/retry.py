@@ -10,7 +10,7 @@ import torch
 
 from foveal.errors import DeviceMemoryError
 from foveal.track import console
-from foveal.train.sharding import several_processes
+from foveal.train.processes import several_processes
 
 if TYPE_CHECKING:
     from foveal.train.scoring import Packer

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import nn
 
 from foveal.models.feature_store import FeatureStore
-from foveal.models.head import Head, TokenScores, head_of, score_tokens
+from foveal.models.head import Head, TokenScores, head_over, score_tokens
+from foveal.models.lora import without_adapter
 from foveal.models.ulysses import Ulysses
 from foveal.train.forward import autocast, source_states
 from foveal.train.packing import Pack
@@ -81,7 +84,38 @@ class TokenScorer(nn.Module):
 
     def _head(self, pack: Pack) -> Head:
         states = source_states(self.model, pack, self.store, offload=self.offload, ulysses=self.ulysses)
-        return Head(states, *head_of(self.model))
+        return head_over(self.model, states)
+
+
+class StartScorer(nn.Module):
+    """The reference policy of a run that trains adapters: the same module, as it was when training began.
+
+    Args:
+        scorer: the policy's.
+    """
+
+    def __init__(self, scorer: TokenScorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    @property
+    def model(self) -> nn.Module:
+        return self.scorer.model
+
+    @torch.no_grad()
+    def forward(self, pack: Pack) -> TokenScores:
+        """As `TokenScorer.forward`, without gradient."""
+        with without_adapter(self.model):
+            scores: TokenScores = self.scorer(pack)
+        return scores
+
+    def head(self, pack: Pack) -> Head:
+        """As `TokenScorer.head`."""
+        with without_adapter(self.model):
+            return self.scorer.head(pack)
+
+
+Reference: TypeAlias = TokenScorer | StartScorer
 
 
 def _gathered(scores: TokenScores, ulysses: Ulysses, owned: torch.Tensor, count: int) -> TokenScores:

@@ -11,7 +11,7 @@ from foveal.train.layout import PromptLayouts
 from foveal.train.packing import Pack, Part, build_pack, split_into_packs
 from foveal.train.peers import Peers
 from foveal.train.retry import within_memory
-from foveal.train.scorer import TokenScorer
+from foveal.train.scorer import Reference
 from foveal.train.sharding import reshard
 from foveal.types import Group
 
@@ -51,7 +51,7 @@ class Packer:
 
 
 @torch.no_grad()
-def write_logprobs(scorer: TokenScorer, packer: Packer, groups: Sequence[Group], column: str) -> None:
+def write_logprobs(scorer: Reference, packer: Packer, groups: Sequence[Group], column: str) -> None:
     """Scores every trained response and stores its (L,) log-probabilities as a column."""
     scorer.eval()
 

@@ -33,11 +33,6 @@ _GRADIENT_SHARE = 0.1
 """Of a device's memory, that whole gradients may take to be sent less often (`fsdp.gradient_sync=auto`)."""
 
 
-def several_processes() -> bool:
-    """Whether others train along. A process group alone doesn't say so: vLLM makes one of a single process."""
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 def device_mesh(fsdp: FsdpConfig, device_type: str, section: str = "worker.actor.fsdp") -> DeviceMesh:
     """All processes of the group as (shard,), or as (replicate, shard) where fewer of them share a copy of the weights.
 

@@ -19,29 +19,36 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from foveal.errors import CheckpointError
+from foveal.train.processes import from_all, saving_group, several_processes
+from foveal.train.sums import FileSum, Writer
 
 INDEX = ".metadata"
 Index: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
 """Flat name ("model.lm_head.weight") → what the shards hold under it."""
 
 
-def write_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Writes nested dictionaries and lists of tensors and plain values as DCP shards into `folder`, flushed to disk.
+def write_shards(folder: Path, state: dict[str, Any]) -> dict[str, FileSum]:
+    """Writes nested dictionaries and lists of tensors and plain values as DCP shards into `folder`, which is made
+    when absent, flushed to disk.
 
-    With a process group every process must call this.
+    With several processes every one must call this.
+
+    Returns:
+        file name → size and checksum of what all processes wrote.
 
     Raises:
         OSError: the disk refused (full, read-only, …).
     """
+    writer = Writer(folder)
     with _single_process(), _root_cause():
-        dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.save(state, storage_writer=writer, process_group=saving_group(), no_dist=not several_processes())
+    return {name: found for sums in from_all(writer.sums) for name, found in sums.items()}
 
 
 def read_index(folder: Path) -> Index:
@@ -59,9 +66,13 @@ def read_shards(folder: Path, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: a name or shape that the shards do not hold, or a damaged shard.
     """
+    _fill(folder, state, _read_metadata(folder), alone=not several_processes())
+
+
+def _fill(folder: Path, state: dict[str, Any], metadata: Metadata, *, alone: bool) -> None:
     try:
         with _single_process(), _root_cause():
-            dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(), no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=alone)
     except CheckpointError:
         raise
     except Exception as error:
@@ -71,29 +82,35 @@ def read_shards(folder: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
-def shard_sizes(folder: Path) -> dict[str, int]:
-    """File name → size in bytes of the index and every shard in `folder`."""
-    names = [path for path in folder.iterdir() if path.suffix == ".distcp" or path.name == INDEX]
-    return {path.name: path.stat().st_size for path in sorted(names)}
-
-
-def check_sizes(folder: Path, expected: dict[str, int]) -> None:
-    """Compares the shard files with the sizes noted when they were written.
+class ShardReader:
+    """Reads single tensors of the shards in `folder`, by one process alone.
 
     Raises:
-        CheckpointError: names every file that is missing or has another size.
+        CheckpointError: the index is missing or damaged.
     """
-    found = shard_sizes(folder)
-    faults = [
-        f"{name} is missing" if name not in found else f"{name} has {found[name]:,} of {size:,} bytes"
-        for name, size in expected.items()
-        if found.get(name) != size
-    ]
-    if faults:
-        raise CheckpointError(
-            f"{folder}: the checkpoint is damaged: {'; '.join(faults)}. "
-            "Copy it again or use another checkpoint of the run."
-        )
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = _read_metadata(folder)
+
+    @property
+    def index(self) -> Index:
+        return self._metadata.state_dict_metadata
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Reads one full tensor into host memory, floating ones cast to `dtype`.
+
+        Of memory it takes the tensor and, at a time, one piece of it as a process wrote it, in the saved type.
+
+        Raises:
+            CheckpointError: a damaged shard.
+        """
+        entry = self.index[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        saved = entry.properties.dtype
+        tensor = torch.empty(entry.size, dtype=dtype if dtype is not None and saved.is_floating_point else saved)
+        _fill(self._folder, {name: tensor}, self._metadata, alone=True)
+        return tensor
 
 
 class _Planner(DefaultLoadPlanner):
@@ -105,11 +122,14 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Reader(dcp.FileSystemReader):
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Weights and optimizer of a trained module in a folder: DCP shards, and a manifest of their sizes.
+"""Weights and optimizer of a trained module in a folder: DCP shards, and a manifest of their sizes and checksums.
 
 .metadata, *.distcp   "model.NAME" → weights, each tied tensor once; "optim.NAME.KEY" → optimizer state
 foveal.json           Manifest, or one that says more
@@ -7,8 +7,8 @@ foveal.json           Manifest, or one that says more
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +18,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from foveal.errors import CheckpointError
+from foveal.models.lora import has_lora, is_factor
 from foveal.track import console
 from foveal.train.files import write_json
 from foveal.train.lowmem import quantized_moment
-from foveal.train.shards import Index, check_sizes, read_index, read_shards, shard_sizes, write_shards
+from foveal.train.shards import Index, read_index, read_shards, write_shards
+from foveal.train.sums import FileSum, check_sizes, check_sums
 
 FORMAT = 1
 INFO = "foveal.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What `foveal.json` says.
 
@@ -35,11 +37,13 @@ class Manifest:
         format: version of this layout.
         optimizer: whether the optimizer's state is here too.
         files: shard file name → size in bytes, to notice a cut or missing file.
+        crc32: shard file name → checksum, to notice a damaged one; empty in checkpoints of earlier releases.
     """
 
     format: int
     optimizer: bool
     files: dict[str, int]
+    crc32: dict[str, int] = field(default_factory=dict)
 
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
@@ -48,7 +52,7 @@ AnyManifest = TypeVar("AnyManifest", bound=Manifest)
 def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Manifest:
     """Writes the weights, and the state of the optimizer where one is given, as shards; the folder is made when absent.
 
-    With a process group every process must call this.
+    With several processes every one must call this.
 
     Returns:
         What is to go into `foveal.json`, by `write_manifest` in one process.
@@ -56,12 +60,26 @@ def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         OSError: the disk refused (full, read-only, …).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    state: dict[str, Any] = {"model": distinct_tensors(module)}
+    return write_state(folder, take_state(module, optimizer))
+
+
+def take_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The weights, and the state of the optimizer where one is given, as `write_state` takes them: not copies."""
+    state: dict[str, Any] = {"model": saved_weights(module)}
     if optimizer is not None:
         state["optim"] = _optimizer_state(module, optimizer)
-    write_shards(folder, state)
-    return Manifest(FORMAT, optimizer is not None, shard_sizes(folder))
+    return state
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> Manifest:
+    """As `save_state`, of what `take_state` took, or a copy of it."""
+    sums = write_shards(folder, state)
+    return Manifest(
+        format=FORMAT,
+        optimizer="optim" in state,
+        files={name: found.size for name, found in sorted(sums.items())},
+        crc32={name: found.crc32 for name, found in sorted(sums.items())},
+    )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -84,7 +102,7 @@ def read_manifest(folder: Path, kind: type[AnyManifest], *, what: str, cure: str
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        manifest = kind(**{field.name: content[field.name] for field in fields(kind)})
+        manifest = kind(**{entry.name: content[entry.name] for entry in fields(kind) if not _may_lack(entry, content)})
         if not isinstance(manifest.files, dict):
             raise TypeError(f"files is a {type(manifest.files).__name__}")
     except (ValueError, KeyError, TypeError) as error:
@@ -97,6 +115,23 @@ def read_manifest(folder: Path, kind: type[AnyManifest], *, what: str, cure: str
     return manifest
 
 
+def _may_lack(entry: Field[Any], content: dict[str, Any]) -> bool:
+    """Whether a checkpoint of an earlier release lacks an entry that has a default."""
+    has_default = entry.default is not MISSING or entry.default_factory is not MISSING
+    return entry.name not in content and has_default
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """Reads every shard file and compares it with the checksum noted for it, where there is one.
+
+    With several processes every one must call this.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    check_sums(folder, {name: FileSum(manifest.files[name], crc32) for name, crc32 in manifest.crc32.items()})
+
+
 def load_state(folder: Path, manifest: Manifest, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Reads weights (cast to the module's own dtypes) and, when asked for, the optimizer's state, all in place.
 
@@ -106,9 +141,10 @@ def load_state(folder: Path, manifest: Manifest, module: nn.Module, optimizer: t
     Raises:
         CheckpointError: a damaged file, or the state of another module or optimizer.
     """
+    check_contents(folder, manifest)
     index = read_index(folder)
-    state: dict[str, Any] = {"model": distinct_tensors(module)}
-    _check_names(folder, index, state["model"])
+    state: dict[str, Any] = {"model": saved_weights(module)}
+    check_names(folder, {name: entry.size for name, entry in weights_of(index).items()}, state["model"])
     if optimizer is not None and not manifest.optimizer:
         console.note(f"{folder} holds weights only (trainer.save_model_only): the optimizer starts afresh")
         optimizer = None
@@ -120,6 +156,16 @@ def load_state(folder: Path, manifest: Manifest, module: nn.Module, optimizer: t
         for name, parameter in module.named_parameters():
             if name in state["optim"]:
                 optimizer.state[parameter] = state["optim"][name]
+
+
+def saved_weights(module: nn.Module) -> dict[str, Any]:
+    """What a checkpoint holds of the module's state: all of it; where there are adapters only these, and what else is
+    trained (a value head)."""
+    state = distinct_tensors(module)
+    if not has_lora(module):
+        return state
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name: tensor for name, tensor in state.items() if is_factor(name) or name in trained}
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Any]:
@@ -173,12 +219,24 @@ def _room(
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device if entry.size else scalars)
 
 
-def _check_names(folder: Path, index: Index, weights: dict[str, Any]) -> None:
-    """Raises CheckpointError unless the checkpoint holds exactly the weights that the model has."""
-    saved = {name.removeprefix("model."): entry for name, entry in index.items() if name.startswith("model.")}
+def weights_of(index: Index) -> dict[str, TensorStorageMetadata]:
+    """Module's name → what the shards say of the weight."""
+    return {
+        name.removeprefix("model."): entry
+        for name, entry in index.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def check_names(folder: Path, saved: Mapping[str, tuple[int, ...]], weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError unless the checkpoint in `folder` holds exactly the weights that the model has.
+
+    Args:
+        saved: name → shape.
+    """
     faults = _listing("weights are missing", weights.keys() - saved.keys())
     faults += _listing("weights are unknown to the model", saved.keys() - weights.keys())
-    shapes = {name for name in weights.keys() & saved.keys() if saved[name].size != weights[name].shape}  # type: ignore[union-attr]
+    shapes = {name for name in weights.keys() & saved.keys() if saved[name] != weights[name].shape}
     faults += _listing("weights have another shape", shapes)
     if faults:
         raise CheckpointError(f"{folder}: the checkpoint does not fit this model: {'; '.join(faults)}.")
