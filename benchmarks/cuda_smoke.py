@@ -75,9 +75,11 @@ def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - started
     (root / "reward.py").write_text(REWARD)
     run = root / "run"
+    parity = None
     check = [sys.executable, "-m", "foveal", "check", "--parity", "--rows", "16"]  # a process of its own: memory
-    parity = subprocess.run([*check, *settings(root, model, rows, options)], check=False).returncode
-    print(f"parity check: exit status {parity}")
+    if options.parity:
+        parity = subprocess.run([*check, *settings(root, model, rows, options)], check=False).returncode
+        print(f"parity check: exit status {parity}")
     status = foveal(["train", *settings(root, model, rows, options)])
     assert status == 0, status
     log = [json.loads(line) for line in (run / "experiment_log.jsonl").read_text().splitlines()]
@@ -121,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--parity", action="store_true", help="compare engine and trainer first")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--pixels", type=int, nargs=2, default=(672, 448))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from benchmarks.engine_profiles import kernel_table
 from foveal.cluster.worker import Worker
 from foveal.train.offload import phase_parkings
+from foveal.train.optim import take_step
+from foveal.train.packing import Part
 from foveal.types import Group
 
 GIB = 2**30
@@ -38,26 +41,40 @@ def update(worker: Worker, groups: list[Group]) -> None:
     assert "actor/not_finite_steps" not in metrics, metrics
 
 
-def profile(worker: Worker, groups: list[Group], repeats: int) -> str:
-    """The kernels of forward and backward of one micro-batch, and the share of time that the device is busy."""
+def profile(worker: Worker, groups: list[Group], count: int) -> str:
+    """The kernels of forward and backward of some micro-batches one after the other, the share of time that the device
+    is busy, and the calls of the driver in which the host spends most."""
     assert worker.policy is not None
     packer, scorer = worker.policy.packer, worker.policy.scorer.train()
+    warm, *measured = packer.split(groups)[: count + 1]
+    measured = measured or [warm]
 
-    def work(times: int) -> None:
-        for _ in range(times):
-            scores = scorer(packer.build(packer.split(groups)[0]), with_entropy=True)
-            scores.logprobs.mean().backward()
+    def work(micro_batches: list[list[Part]]) -> None:
+        for parts in micro_batches:
+            pack = packer.build(parts)
+            scores = scorer(pack, with_entropy=True)
+            (scores.logprobs * pack.column("advantages")).mean().backward()
 
-    work(1)
+    work([warm])
     on = "CUDA" if DEVICE.type == "cuda" else "CPU"
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, on)]) as profiler:
-        took = timed(work, repeats)
-    worker.policy.optimizer.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, on)], acc_events=True) as profiler:
+        took = timed(work, measured)
+    of_optimizer = timed(take_step, worker.policy.optimizer, 1.0)
     scorer.eval()
     busy, _, table = kernel_table(profiler)
-    tokens = sum(part.tokens(packer.shared_prefix) for part in packer.parts)
-    head = f"{repeats} × {tokens:,} tokens: {took / repeats * 1e3:.1f} ms each, busy {busy / took / 1e6:.1%}"
-    return f"{head}\n{table}"
+    tokens = sum(part.tokens(packer.shared_prefix) for parts in measured for part in parts)
+    each = f"{tokens / len(measured):,.0f} tokens: {took / len(measured) * 1e3:.1f} ms each"
+    head = f"{len(measured)} micro-batches of {each}, busy {busy / took / 1e6:.1%}"
+    return f"{head}; optimizer step {of_optimizer * 1e3:.0f} ms\n{table}\n{_driver_calls(profiler)}"
+
+
+def _driver_calls(profiler: torch.profiler.profile) -> str:
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events() or []:
+        if event.name.startswith("cu") and event.device_type == torch.autograd.DeviceType.CPU:
+            spent[event.name].append(event.time_range.elapsed_us() / 1e3)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:5]
+    return "host: " + ", ".join(f"{sum(t):.1f} ms in {len(t)} × {name}" for name, t in longest)
 
 
 def measure_memory(worker: Worker, groups: list[Group], *, offload: bool) -> dict[str, float]:

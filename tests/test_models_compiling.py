@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foveal.models import attention
 from foveal.models.attention import Segments, text_attention
-from foveal.models.compiling import compile_layers
+from foveal.models.compiling import Compiled, compile_layers, or_eagerly
 from foveal.train.layout import PromptLayouts
 from foveal.train.scorer import TokenScorer
 from foveal.train.scoring import Packer
@@ -27,6 +30,7 @@ LENGTHS: list[list[tuple[int, ...]]] = [[(4, 2)], [(3, 3, 5), (7, 2)], [(6,), (1
 def fresh() -> Iterator[None]:
     """No graphs of other tests."""
     torch._dynamo.reset()
+    Compiled.failed = False
     counters.clear()
     yield
     torch._dynamo.reset()
@@ -98,6 +102,25 @@ def test_a_compiler_that_fails_is_one_warning_and_changes_nothing(capsys: pytest
     assert "use_torch_compile" in warnings[0] and "no C++ compiler found" in warnings[0]
 
 
+def test_a_backward_pass_that_cannot_be_compiled_begins_again_without(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise InductorError(RuntimeError("no such kernel"), None)
+
+    x = torch.ones(3, requires_grad=True)
+    halved = Compiled(aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=broken)).wrap(
+        lambda x: x.sin() * 2, dynamic=None
+    )
+
+    def work() -> torch.Tensor:
+        x.grad = None
+        halved(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(or_eagerly(work), 2 * torch.ones(3).cos())
+    assert "no such kernel" in capsys.readouterr().err and Compiled.failed
+
+
 def test_an_error_of_the_model_itself_is_raised() -> None:
     _, compiled = twins()
     layer = compiled.model.language_model.layers[0]
@@ -110,8 +133,9 @@ def test_an_error_of_the_model_itself_is_raised() -> None:
         pass_over(compiled, LENGTHS[0])
 
 
-def test_attention_on_a_gpu_is_one_graph_whatever_the_lengths() -> None:
-    """Traced with tensors that only claim to be on a GPU."""
+def test_attention_on_a_gpu_is_one_graph_whatever_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced with tensors that only claim to be on a GPU, and to which nothing can be copied from pinned memory."""
+    monkeypatch.setattr(attention, "to_device", torch.Tensor.to)
     graphs = []
 
     def keep(graph: Any, inputs: Any) -> Any:

@@ -279,16 +279,9 @@ def test_tables_are_made_once_per_grid(folders: dict[str, Path], family: str, mo
     assert made == list(dict.fromkeys(GRIDS))
 
 
-def test_an_unaligned_mlp_computes_the_same_with_zeros_added(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unaligned_mlp_computes_the_same_with_zeros_added(folders: dict[str, Path]) -> None:
     model = load(folders["qwen2_5_vl"])
     tower: Any = vision_tower(model)
-    assert align_vision_mlps(tower) == 0  # a width of 64 is aligned
-    for block in tower.blocks:
-        config = block.mlp
-        for name in ("gate_proj", "up_proj"):
-            old = getattr(config, name)
-            setattr(config, name, torch.nn.Linear(old.in_features, 61, dtype=torch.float64))
-        config.down_proj = torch.nn.Linear(61, config.down_proj.out_features, dtype=torch.float64)
     pictures = pictures_for(tower, 0, 1)
     expected = encode(tower, pictures)
     expected_gradients = gradients(tower, expected)
@@ -298,3 +291,17 @@ def test_an_unaligned_mlp_computes_the_same_with_zeros_added(folders: dict[str, 
 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert_close(gradients(tower, found), expected_gradients)
+
+
+def test_aligned_mlps_are_left_alone(folders: dict[str, Path]) -> None:
+    assert align_vision_mlps(vision_tower(load(folders["qwen3_vl"]))) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_embedded_as_by_the_convolution(folders: dict[str, Path], family: str) -> None:
+    tower: Any = vision_tower(load(folders[family]))
+    pixels = torch.cat([picture.pixels() for picture in pictures_for(tower, 0, 1)])
+    torch.testing.assert_close(
+        tower.patch_embed(pixels), type(tower.patch_embed).forward(tower.patch_embed, pixels), rtol=0, atol=1e-12
+    )
+    assert "forward" in vars(tower.patch_embed)  # it was replaced

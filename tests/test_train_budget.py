@@ -15,7 +15,7 @@ from foveal.models.loading import load_model
 from foveal.models.parts import freeze_parts
 from foveal.quickstart.tiny import build_tiny
 from foveal.train import budget
-from foveal.train.budget import ON_CPU, set_budgets, state_bytes
+from foveal.train.budget import MOST, ON_CPU, learned_budget, set_budgets, state_bytes
 from foveal.train.layout import PromptLayouts
 from foveal.train.optim import build_optimizer
 from foveal.train.scorer import TokenScorer
@@ -82,10 +82,10 @@ def largest(tmp_path: Path, free: int, *argv: str) -> tuple[int, int, str]:
 
 def test_the_largest_budget_grows_with_memory_and_with_what_is_computed_again(tmp_path: Path) -> None:
     model = "worker.actor.model"
-    free = 2**33 + 2**27
+    free = 2**31 + 2**27
     full, forward, said = largest(tmp_path, free)
     assert 256 < full < forward
-    assert "0.1 GiB are left for activations" in said  # eight GiB are kept for the head's logits
+    assert "0.1 GiB are left for activations" in said  # two GiB are kept for the head's logits
     selective, *_ = largest(tmp_path, free, f"{model}.enable_gradient_checkpointing=selective")
     none, *_ = largest(tmp_path, free, f"{model}.enable_gradient_checkpointing=false")
     assert none < selective < full < largest(tmp_path, free + 2**27)[0]
@@ -105,3 +105,27 @@ def test_states_are_counted_as_the_optimizer_holds_them() -> None:
     assert sizes == [400, 200]
     whole = [torch.nn.Parameter(torch.zeros(100))]
     assert state_bytes(build_optimizer(torch.nn.ParameterList(whole), OptimConfig()), whole) == 800
+
+
+@pytest.mark.parametrize(
+    ("taken", "free", "learned"),
+    [
+        (2**30, 10 * 2**30, 8000),  # 9 times as many would fit, but no more than twice as many are believed
+        (2**30, 2**30 / 2, 1792),  # nine tenths of half of 4,000, in whole 256s
+        (2**30, 1.6 * 2**30, 5632),
+        (2**30, 1.4 * 2**30, 5000),  # 5,040 would be, which is not worth a change
+        (0, 2**30, 5000),  # nothing was measured
+    ],
+)
+def test_a_pass_teaches_how_many_tokens_fit(taken: float, free: float, learned: int) -> None:
+    packer = Packer(budget=5000, shared_prefix=True, layouts=None, device=CPU)  # type: ignore[arg-type]
+    packer.largest = 4000
+    assert learned_budget(packer, taken, free) == learned
+
+
+def test_what_ran_out_of_memory_once_is_not_tried_again() -> None:
+    packer = Packer(budget=5000, shared_prefix=True, layouts=None, device=CPU)  # type: ignore[arg-type]
+    packer.largest, packer.ceiling = 4000, 2500
+    assert learned_budget(packer, 2**30, 10 * 2**30) == 2500
+    packer.largest = MOST
+    assert learned_budget(packer, 2**30, 10 * 2**30) == 2500

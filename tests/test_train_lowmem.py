@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from torchao.optim import _AdamW
 
 from foveal.config import load_config
 from foveal.config.schema_model import OptimConfig
 from foveal.errors import ConfigError
-from foveal.train.lowmem import check_torchao
+from foveal.train.lowmem import _bf16_adamw, check_torchao
 from foveal.train.optim import build_optimizer, set_learning_rate, take_step
 from foveal.train.state import load_state, save_state
 from tests.sharding_support import in_processes
@@ -38,6 +42,35 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def step_of(kind: Any, compiled: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two steps of an optimizer over weights of several shapes."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 3), nn.Conv2d(3, 4, 2), nn.Linear(9, 5)).bfloat16()
+    optimizer = kind(module.parameters(), lr=1e-2, weight_decay=0.1, bf16_stochastic_round=True)
+    with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    return module, optimizer
+
+
+def test_our_step_is_torchaos() -> None:
+    (ours, our_states), (theirs, their_states) = step_of(_bf16_adamw(), False), step_of(_AdamW, False)
+    assert same(ours, theirs)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(our_states.state[p]["exp_avg_sq"], their_states.state[q]["exp_avg_sq"])
+
+
+@pytest.mark.slow
+def test_weights_of_many_shapes_share_compiled_steps() -> None:
+    """Eight shapes, of one, two and four dimensions."""
+    torch._dynamo.reset()
+    counters.clear()
+    step_of(_bf16_adamw(), True)
+    assert counters["stats"]["unique_graphs"] <= 3
 
 
 def drift(strategy: str, rate: float, steps: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from foveal.models.vision import same_features, vision_tower
 from foveal.rollout.engine import RolloutEngine, choose_engine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.track import console
-from foveal.train.budget import initial_budget, set_budgets
+from foveal.train.budget import initial_budget, learning, set_budgets
 from foveal.train.checkpoint import load_actor, load_trained
 from foveal.train.critic import Critic, load_critic
 from foveal.train.description import Description, describe_actor
@@ -188,13 +189,16 @@ class Worker:
         if not actor.use_torch_compile:
             return
         if self.device.type == "cpu":
-            console.note("nothing is compiled on a CPU (worker.actor.use_torch_compile)")
+            if "worker.actor.use_torch_compile" in self.config.given:
+                console.note("nothing is compiled on a CPU (worker.actor.use_torch_compile)")
             return
         from foveal.models.compiling import compile_layers
 
         compile_layers(self.model, vision=_keeps_blocks(actor.model))
+        self.scorer.compiled = True
         if isinstance(self.reference, TokenScorer):
             compile_layers(self.reference.model, vision=True)
+            self.reference.compiled = True
         if self.critic is not None:
             compile_layers(self.critic.scorer.model, vision=_keeps_blocks(critic.model))
 
@@ -286,7 +290,8 @@ class Worker:
         self._fetch("critic", "critic optimizer")
         passes = self.config.worker.critic.ppo_epochs
         with self.meter.phase("update_critic", self.critic.scorer, groups, passes=passes):
-            return self.critic.update(groups, step, total_steps)
+            with self._learning(self.critic, "critic"):
+                return self.critic.update(groups, step, total_steps)
 
     def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
         """One trainer step; the engine samples with the new weights from then on."""
@@ -297,10 +302,21 @@ class Worker:
         self._fetch(*needed)
         passes = self.config.worker.actor.ppo_epochs
         with self.meter.phase("update_actor", self.scorer, groups, passes=passes):
-            metrics = self._trained.update(groups, step, total_steps, kl_coef)
+            with self._learning(self._trained, "actor"):
+                metrics = self._trained.update(groups, step, total_steps, kl_coef)
         self.forget_step()
         self.weight_version = step
         return metrics
+
+    @contextmanager
+    def _learning(self, model: Policy | Critic, role: str) -> Iterator[None]:
+        """Around an update: what it takes of a GPU's memory says how large its passes may be."""
+        if self.device.type != "cuda" or self.config.worker.actor.token_budget != "auto":
+            yield
+            return
+        torch.cuda.empty_cache()  # what the passes without gradient left is of other sizes
+        with learning(model, self.device, role):
+            yield
 
     def performance(self, timings: dict[str, float]) -> Metrics:
         """Rates and memory of what was done since the last call (`Meter.metrics`), given the seconds of each phase."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
+from foveal.models.transfer import to_device
 from foveal.models.ulysses import Ulysses
 
 # torch 2.11 shares key heads without being asked; from 2.13 the argument is needed.
@@ -77,7 +78,7 @@ class Segments:
                 begin = self.starts[prefix]
                 parts.append(torch.arange(begin, begin + self.lengths[prefix]))
             parts.append(torch.arange(start, start + length))
-        return torch.cat(parts).to(self.device)
+        return to_device(torch.cat(parts), self.device)
 
     @cached_property
     def max_q(self) -> int:
@@ -140,7 +141,7 @@ class Segments:
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     total = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     total[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return total.to(device)
+    return to_device(total, device)
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

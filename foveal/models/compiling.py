@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch._dynamo.exc import TorchDynamoException
 from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
 from foveal.track import console
+
+Result = TypeVar("Result")
 
 _GRAPHS = 32
 """Graphs that one kind of layer may have: with and without gradient, with and without a shared prompt, in the types of
@@ -22,8 +24,8 @@ def compile_layers(model: nn.Module, *, vision: bool, backend: str | Callable[..
     """Compiles the decoder layers, each by itself, with lengths left open; layers of a kind share their graphs.
 
     A decoder layer runs compiled over packed sequences alone: sampling with the same module stays as it was. Where
-    compiling fails, one warning says why and the model goes on eagerly. A failure that shows in a backward pass only is
-    raised there: its forward is gone.
+    compiling fails, one warning says why and everything goes on eagerly; for a failure in a backward pass whoever runs
+    it begins again (`or_eagerly`).
 
     Args:
         model: a transformers model with the packed attention installed.
@@ -36,43 +38,70 @@ def compile_layers(model: nn.Module, *, vision: bool, backend: str | Callable[..
     blocks: list[nn.Module] = list(tower.blocks) if vision and tower is not None else []
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     decoder.register_forward_pre_hook(_prepare, with_kwargs=True)
-    compiled = _Compiled(backend)
+    compiled = Compiled(backend)
     # Not `layer.compile`: that takes the hooks of a sharded layer into the graph.
     for layer in decoder.layers:
         layer.forward = compiled.wrap(layer.forward, lambda options: options.get("segments") is not None)
     for block in blocks:
-        block.forward = compiled.wrap(block.forward, lambda options: True)
+        block.forward = compiled.wrap(block.forward)
 
 
-class _Compiled:
-    """What the compiled layers of a model have in common: whether compiling has worked so far."""
+class Compiled:
+    """Functions that are compiled at their first call, and run eagerly once compiling has failed anywhere.
 
-    def __init__(self, backend: str | Callable[..., Any]) -> None:
+    Args:
+        backend: torch.compile's.
+    """
+
+    failed: ClassVar[bool] = False
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         self._backend = backend
-        self._failed = False
 
-    def wrap(self, eager: Callable[..., Any], applies: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
-        """The compiled version of a forward, for the keyword arguments that it applies to."""
-        compiled = torch.compile(eager, dynamic=True, backend=self._backend)
+    def wrap(
+        self,
+        eager: Callable[..., Any],
+        applies: Callable[[dict[str, Any]], bool] = lambda options: True,
+        *,
+        dynamic: bool | None = True,
+    ) -> Callable[..., Any]:
+        """The compiled version of a function, for the keyword arguments that it applies to.
+
+        Args:
+            dynamic: torch.compile's: True leaves all sizes open, None those that were marked or changed.
+        """
+        compiled = torch.compile(eager, dynamic=dynamic, backend=self._backend)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._failed and applies(kwargs):
+            if not Compiled.failed and applies(kwargs):
                 try:
                     return compiled(*args, **kwargs)
                 except TorchDynamoException as error:  # raised before anything has run
-                    self._give_up(error)
+                    _give_up(error)
             return eager(*args, **kwargs)
 
         return forward
 
-    def _give_up(self, error: Exception) -> None:
-        self._failed = True
-        cause = getattr(error, "inner_exception", error)  # what the backend raised
-        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        console.warn(
-            f"worker.actor.use_torch_compile: the layers cannot be compiled here ({reason[:200]}); going on without. "
-            "Set it to false to try no more."
-        )
+
+def or_eagerly(work: Callable[[], Result]) -> Result:
+    """Runs `work`, which has a backward pass; where that cannot be compiled, once more from the start without."""
+    try:
+        return work()
+    except TorchDynamoException as error:
+        if Compiled.failed:
+            raise
+        _give_up(error)
+    return work()
+
+
+def _give_up(error: TorchDynamoException) -> None:
+    Compiled.failed = True
+    cause = getattr(error, "inner_exception", error)  # what the backend raised
+    reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+    console.warn(
+        f"worker.actor.use_torch_compile: layers cannot be compiled here ({reason[:200]}); going on without. "
+        "Set it to false to try no more."
+    )
 
 
 def _prepare(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from foveal.algorithm import entropy, kl_full
+from foveal.models.compiling import Compiled
 from foveal.models.lora import Factors, LoraLinear, add_product
 
 _MASKED = -1.0e30
 """Logit of a forbidden id. Finite, so that its probability is exactly 0 without a NaN in any gradient."""
 
-CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
-"""Logits held at once (float32): 32 MB on a CPU, where more would fall out of the cache, and 1 GB on a GPU."""
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28, "compiled": 2**29}
+"""Logits held at once: 32 MB in float32 on a CPU, where more would fall out of the cache, and 1 GB on a GPU, in float32
+or, compiled, in 16 bits."""
 
 
 @dataclass
@@ -24,9 +29,9 @@ class TokenScores:
     """What the head says of N response tokens.
 
     Attributes:
-        logprobs: (N,) float32, log p(target).
-        entropy: (N,) float32 in nats, of the whole distribution; None where it wasn't asked for.
-        kl: (N,) float32, the exact KL(policy ‖ reference); None without a reference.
+        logprobs: (N,) float32 (float64 from a model in float64), log p(target).
+        entropy: (N,) likewise, in nats, of the whole distribution; None where it wasn't asked for.
+        kl: (N,) likewise, the exact KL(policy ‖ reference); None without a reference.
     """
 
     logprobs: torch.Tensor
@@ -68,6 +73,7 @@ def score_tokens(
     forbidden: torch.Tensor,
     with_entropy: bool = False,
     reference: Head | None = None,
+    compiled: bool = False,
 ) -> TokenScores:
     """log p(target) under softmax(logits / temperature) with the forbidden ids left out, and what else is asked for.
 
@@ -79,7 +85,167 @@ def score_tokens(
         forbidden: (F,) int64 ids that are never sampled.
         with_entropy: also the entropy of each token's distribution.
         reference: the reference policy's head over the same tokens, for the exact KL.
+        compiled: what follows the matrix products runs in one kernel, and no logits in float32 are made.
     """
+    if reference is not None or head.factors is not None:
+        return _by_autograd(head, targets, temperature, forbidden, with_entropy, reference)
+    allowed = torch.ones(head.weight.shape[0], dtype=torch.bool, device=targets.device).index_fill(0, forbidden, False)
+    device = head.hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    size = _rows(head, "compiled" if compiled else device)
+    arguments = (
+        head.hidden,
+        head.weight,
+        head.bias,
+        targets,
+        allowed,
+        temperature,
+        with_entropy,
+        dtype,
+        size,
+        compiled,
+    )
+    logprobs, found = _Scores.apply(*arguments)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, found)
+
+
+class _Scores(torch.autograd.Function):
+    """Log-probabilities and entropies of tokens, differentiable in hidden states, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        allowed: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+        dtype: torch.dtype,
+        size: int,
+        compiled: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.settings = temperature, dtype, size, compiled
+        ctx.set_materialize_grads(False)  # entropies are often only looked at
+        statistics, _ = _kernels(compiled)
+        cast = _cast(hidden, weight, bias, dtype)
+        pieces = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _chunks(len(targets), size):
+                pieces.append(statistics(cast.chunk(rows), targets[rows], allowed, temperature, with_entropy))
+        found = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+        picked, normaliser = found[:2]
+        ctx.save_for_backward(hidden, weight, bias, targets, allowed, normaliser, *found[2:])
+        return picked - normaliser, found[2] if with_entropy else None
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(
+        ctx: Any, by_logprob: torch.Tensor | None, by_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        temperature, dtype, size, compiled = ctx.settings
+        hidden, weight, bias, targets, allowed, normaliser, *rest = ctx.saved_tensors
+        if by_logprob is None:
+            by_logprob = torch.zeros_like(normaliser)
+        _, gradient = _kernels(compiled)
+        cast = _cast(hidden, weight, bias, dtype)
+        needs = ctx.needs_input_grad
+        of_hidden = torch.zeros_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight) if needs[1] else None
+        of_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+        for rows in _chunks(len(targets), size):
+            of_entropy = None if by_entropy is None else (rest[0][rows], by_entropy[rows])
+            known = targets[rows], allowed, normaliser[rows], by_logprob[rows]
+            slope = gradient(cast.chunk(rows), *known, of_entropy, temperature)
+            if of_hidden is not None:
+                of_hidden[rows] = slope @ cast.weight
+            if of_weight is not None:
+                of_weight += slope.t() @ cast.hidden[rows]
+            if of_bias is not None:
+                of_bias += slope.sum(0)
+        return of_hidden, of_weight, of_bias, *[None] * 7
+
+
+class _Cast(Head):
+    """A head in the type that its product runs in."""
+
+    def chunk(self, rows: slice) -> torch.Tensor:
+        """(n, V) logits."""
+        logits = F.linear(self.hidden[rows], self.weight, self.bias)
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+        return logits
+
+
+def _cast(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> _Cast:
+    return _Cast(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _scaled(logits: torch.Tensor, allowed: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The logits of the distribution that is sampled from, in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.where(allowed, wide if temperature == 1.0 else wide / temperature, _MASKED)
+
+
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, allowed: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, ...]:
+    """(n,) each: the target's logit, log Σ exp over all, and the entropy where it is asked for."""
+    scaled = _scaled(logits, allowed, temperature)
+    picked = scaled.gather(1, targets.unsqueeze(1)).squeeze(1)
+    normaliser = scaled.logsumexp(1)
+    if not with_entropy:
+        return picked, normaliser
+    logprobs = scaled - normaliser.unsqueeze(1)
+    return picked, normaliser, -(logprobs.exp() * logprobs).sum(1)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    allowed: torch.Tensor,
+    normaliser: torch.Tensor,
+    by_logprob: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    temperature: float,
+) -> torch.Tensor:
+    """The loss's gradient in the logits, (n, V) in their type. With p the probabilities and H their entropy:
+
+    ∂ log p(target) / ∂ logits = (1[target] − p) / temperature,  ∂ H / ∂ logits = −p (log p + H) / temperature.
+
+    Args:
+        by_logprob: (n,), the loss's gradient in the log-probabilities.
+        of_entropy: the entropies and the loss's gradient in them; None where it has none.
+    """
+    logprobs = _scaled(logits, allowed, temperature) - normaliser.unsqueeze(1)
+    p = logprobs.exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
+    slope = by_logprob.unsqueeze(1) * (is_target.to(p.dtype) - p)
+    if of_entropy is not None:
+        entropies, by_entropy = of_entropy
+        slope = slope - by_entropy.unsqueeze(1) * p * (logprobs + entropies.unsqueeze(1))
+    return torch.where(allowed, slope / temperature, 0.0).to(logits.dtype)
+
+
+@lru_cache
+def _kernels(compiled: bool) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]:
+    """`_statistics` and `_gradient`; compiled, each reads the logits a few times and makes nothing of their size."""
+    if not compiled:
+        return _statistics, _gradient
+    both = Compiled()
+    # The vocabulary stays a constant: only a chunk's length is left open (`_Cast.chunk`).
+    return both.wrap(_statistics, dynamic=None), both.wrap(_gradient, dynamic=None)
+
+
+def _by_autograd(
+    head: Head,
+    targets: torch.Tensor,
+    temperature: float,
+    forbidden: torch.Tensor,
+    with_entropy: bool,
+    reference: Head | None,
+) -> TokenScores:
+    """The scores where there is more to them: an adapter on the output layer, or the exact KL to the reference."""
 
     def chunk(
         hidden: torch.Tensor,
@@ -98,21 +264,24 @@ def score_tokens(
             found.append(kl_full(logits, others))
         return torch.stack(found)
 
-    size = max(1, CHUNK_ELEMENTS.get(head.hidden.device.type, 2**23) // head.weight.shape[0])
-    # One chunk at least: a process without answers still takes part in the backward pass of a sharded model.
-    chunks = [slice(start, start + size) for start in range(0, max(1, len(targets)), size)]
     inputs = [head.hidden, head.weight, *(head.factors or ())]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     pieces = []
-    for rows in chunks:
+    for rows in _chunks(len(targets), _rows(head, head.hidden.device.type)):
         arguments = (head.hidden[rows], head.weight, head.bias, head.factors, rows)
         pieces.append(checkpoint(chunk, *arguments, use_reentrant=False) if needs_grad else chunk(*arguments))
-    rows_of = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    return TokenScores(
-        logprobs=next(rows_of),
-        entropy=next(rows_of) if with_entropy else None,
-        kl=next(rows_of) if reference is not None else None,
-    )
+    logprobs, *found = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return TokenScores(logprobs, found[0] if with_entropy else None, found[-1] if reference is not None else None)
+
+
+def _rows(head: Head, where: str) -> int:
+    """Tokens of a chunk."""
+    return max(1, CHUNK_ELEMENTS.get(where, CHUNK_ELEMENTS["cpu"]) // head.weight.shape[0])
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    # One chunk at least: a process without answers still takes part in the backward pass of a sharded model.
+    return [slice(start, start + size) for start in range(0, max(1, count), size)]
 
 
 def head_over(model: Any, hidden: torch.Tensor) -> Head:

@@ -11,6 +11,7 @@ from foveal.errors import ModelError
 from foveal.models.attention import install
 from foveal.models.experts import install_experts
 from foveal.models.families import family_of, read_config
+from foveal.models.patches import multiply_patches
 from foveal.models.vision import vision_tower
 from foveal.models.widths import align_vision_mlps
 
@@ -91,8 +92,10 @@ def prepare(model: nn.Module, device: torch.device) -> None:
     install(model)
     install_experts(model)
     tower = vision_tower(model)
-    if tower is not None and device.type == "cuda":
-        align_vision_mlps(tower)
+    if tower is not None:
+        multiply_patches(tower)
+        if device.type == "cuda":
+            align_vision_mlps(tower)
 
 
 def _architecture(

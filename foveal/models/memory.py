@@ -122,10 +122,10 @@ def forward_bytes(config: Any, how: Pass) -> float:
     return how.stream * decoder.width + _untrained(decoder, how) + _tower_bytes(config, how, _untrained)
 
 
-def head_bytes(elements: int) -> int:
-    """Bytes of the logits of one chunk of tokens in float32: themselves, what the entropy keeps of them (logarithms and
-    probabilities), and in the backward pass as many gradients and a sum."""
-    return 4 * 8 * elements
+def head_bytes(elements: int, *, compiled: bool) -> int:
+    """Bytes of the logits of one chunk of tokens: in float32 themselves, their logarithms, probabilities and products,
+    and as many gradients; compiled in 16 bits, themselves and a gradient."""
+    return 2 * 2 * elements if compiled else 4 * 8 * elements
 
 
 def budget(free: float, per_token: float, most: int) -> int:

@@ -233,7 +233,7 @@ def _config(
         vision |= {
             "hidden_size": shape.vision_width,
             "out_hidden_size": shape.width,
-            "intermediate_size": 2 * shape.vision_width,
+            "intermediate_size": 2 * shape.vision_width - 4,  # as in the published sizes, not a multiple of 8
             "fullatt_block_indexes": [shape.vision_layers - 1],
         }
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **media, **common)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ MOST = 65_536
 every kernel can index."""
 
 _GIB = 1024**3
+_FEW = 3
 
 
 class Trained(Protocol):
@@ -81,10 +83,61 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
         )
 
 
+@contextmanager
+def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
+    """Around an update on a GPU, with the device's statistics reset: what its passes took replaces the estimate of
+    `auto`.
+
+    The estimate is of layers that run eagerly, over groups of as little text as they may have.
+    """
+    packer = model.packer
+    states, given_back = bool(model.optimizer.state), _memory_given_back(device)
+    packer.largest = 0
+    yield
+    if not states:  # the peak was without what rests there now
+        return
+    weights = [_local(p) for group in model.optimizer.param_groups for p in group["params"]]
+    gradients = sum(p.nbytes for p in weights if p.device.type == device.type)  # let go of by now
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated - gradients
+    taken = torch.cuda.max_memory_allocated(device) - allocated - gradients
+    if _memory_given_back(device) - given_back > _FEW:  # it fits, but in pieces that must be moved all the time
+        packer.ceiling = min(packer.ceiling, int(0.85 * packer.largest))
+    learned = learned_budget(packer, taken, free)
+    if learned != packer.budget:
+        packer.budget = learned
+        console.note(
+            f"{role}: passes of up to {learned:,} tokens with gradient from now on, as they took "
+            f"{taken / packer.largest / 2**20:.2f} MiB a token (worker.actor.token_budget=auto)"
+        )
+
+
+def _memory_given_back(device: torch.device) -> int:
+    """How often torch found no memory and gave back all that it held in reserve; each time the device waits."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def learned_budget(packer: Packer, taken: float, free: float) -> int:
+    """The budget for as much memory as there is; a change of less than a tenth is none, and more than twice what was
+    tried is not believed at once.
+
+    Args:
+        taken: bytes at the peak of passes of which the largest had `packer.largest` tokens.
+        free: bytes that there are for a pass.
+    """
+    if not packer.largest or taken <= 0:
+        return packer.budget
+    believed = max(packer.budget, 2 * packer.largest)
+    wanted = min(budget(free, taken / packer.largest, MOST), believed, packer.ceiling)
+    return packer.budget if abs(wanted - packer.budget) < 0.1 * packer.budget else wanted
+
+
 def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) -> tuple[int, int, str]:
     """Tokens with gradient and without, and why."""
     how = _pass(config, keys, scorer)
-    fixed = head_bytes(CHUNK_ELEMENTS["cuda"])
+    exact_kl = config.algorithm.kl_in_loss and config.algorithm.kl_penalty == "full"
+    compiled = config.worker.actor.use_torch_compile and not exact_kl
+    fixed = head_bytes(CHUNK_ELEMENTS["compiled" if compiled else "cuda"], compiled=compiled)
     if how.stream != how.compute:  # autocast keeps a copy of each weight
         fixed += how.compute * sum(p.numel() for p in scorer.parameters())
     sizes = _sizes(scorer)
@@ -137,7 +190,7 @@ def _free_bytes(models: Iterable[Trained], device: torch.device) -> int:
         if tower and not any(p.requires_grad for p in tower):
             free -= DEVICE_BYTES  # those of one model are still there while another is trained
         weights = [_local(p) for group in optimizer.param_groups for p in group["params"]]
-        gradients = max(gradients, sum(p.nbytes for p in weights if p.device == device))
+        gradients = max(gradients, sum(p.nbytes for p in weights if p.device.type == device.type))
         if not optimizer.state:
             states += state_bytes(optimizer, weights)
     return free - gradients - states

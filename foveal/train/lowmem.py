@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def small_adamw(strategy: str, groups: list[dict[str, Any]], **options: Any) -> 
         groups: parameter groups.
         options: lr, betas, weight_decay.
     """
-    from torchao.optim import AdamW8bit, _AdamW
+    if strategy == "adamw_bf16":
+        return _bf16_adamw()(groups, bf16_stochastic_round=True, **options)
+    from torchao.optim import AdamW8bit
     from torchao.optim.subclass_8bit import OptimState8bit
 
     class Adam8bit(AdamW8bit):
@@ -53,8 +56,54 @@ def small_adamw(strategy: str, groups: list[dict[str, Any]], **options: Any) -> 
             # In the weights' bfloat16, as torchao has it, a sharded moment is taken for float32 halfway and refused.
             return OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=torch.float32)
 
-    kind = _AdamW if strategy == "adamw_bf16" else Adam8bit
-    return kind(groups, bf16_stochastic_round=True, **options)
+    return Adam8bit(groups, bf16_stochastic_round=True, **options)
+
+
+@cache
+def _bf16_adamw() -> Any:
+    """torchao's AdamW with a step of its own, of the same arithmetic.
+
+    torchao compiles a weight's update for each shape, and looks through all shapes at each weight: a millisecond of the
+    host, during which the device waits. Seen as rows, weights share what was compiled.
+    """
+    from torchao.optim import _AdamW
+    from torchao.optim.adam import single_param_adam
+
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=True)
+
+    class Bf16AdamW(_AdamW):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
+                    state["step"] += 1
+                    compiled(
+                        _row(p.detach()),
+                        _row(p.grad),
+                        state["step"],
+                        _row(state["exp_avg"]),
+                        _row(state["exp_avg_sq"]),
+                        None,
+                        group["lr"],
+                        *group["betas"],
+                        group["weight_decay"],
+                        group["eps"],
+                        True,
+                        p.dtype is torch.bfloat16,
+                    )
+
+    return Bf16AdamW
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.view(-1)
 
 
 def quantized_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor | None:

@@ -61,17 +61,18 @@ class Pack:
     @property
     def lengths(self) -> torch.Tensor:
         """(R,) int64 on the pack's device."""
-        return torch.tensor([len(r.token_ids) for r in self.responses], device=self.targets.device)
+        return to_device(torch.tensor([len(r.token_ids) for r in self.responses]), self.targets.device)
 
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32: a per-token column of the responses, in order."""
         values = _joined([np.asarray(r.columns[name], dtype=np.float32) for r in self.responses], np.float32)
-        return torch.from_numpy(values).to(self.targets.device)
+        return to_device(torch.from_numpy(values), self.targets.device)
 
     @property
     def sampled_logprobs(self) -> torch.Tensor:
         """(N,) float32: the engine's log-probabilities."""
-        return torch.from_numpy(_joined([r.logprobs for r in self.responses], np.float32)).to(self.targets.device)
+        values = _joined([r.logprobs for r in self.responses], np.float32)
+        return to_device(torch.from_numpy(values), self.targets.device)
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """Writes (N,) values back as a column of each response that has none of that name yet."""

@@ -55,7 +55,7 @@ def within_memory(
     if random_on_device is not None:
         torch.cuda.empty_cache()
         torch.cuda.set_rng_state(random_on_device, packer.device)
-    packer.budget = smaller
+    packer.budget = packer.ceiling = smaller
     console.warn(
         f"{place}. Beginning again with passes of {smaller:,} tokens, from now on; results are the same. To start with "
         f"that, set worker.actor.token_budget={smaller}."

@@ -26,6 +26,9 @@ class TokenScorer(nn.Module):
         store: for what an untrained vision tower makes of pictures; whoever holds it clears it.
         offload: what the backward pass needs waits in host memory.
         ulysses: the processes that share each pack's tokens; all of them score the same packs, and get all scores.
+
+    Attributes:
+        compiled: whether the head runs compiled.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class TokenScorer(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.compiled = False
         self.offload = offload
         self.store = store
         self.ulysses = ulysses
@@ -68,6 +72,7 @@ class TokenScorer(nn.Module):
                 forbidden=self.forbidden,
                 with_entropy=with_entropy,
                 reference=reference,
+                compiled=self.compiled,
             )
         if self.ulysses is None or owned is None:
             return scores

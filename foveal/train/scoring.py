@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ class Packer:
         device: where the packs go.
         peers: the processes that must run their micro-batches in step with this one; None for none.
         parts: the micro-batch that was built last.
+        largest: tokens of the largest micro-batch since this was last set to 0.
+        ceiling: what `budget` may not exceed any more, because memory ran out above it.
     """
 
     budget: int
@@ -35,6 +38,8 @@ class Packer:
     device: torch.device
     peers: Peers | None = None
     parts: Sequence[Part] = field(default=(), init=False)
+    largest: int = field(default=0, init=False)
+    ceiling: int = field(default=sys.maxsize, init=False)
 
     def packs(self, groups: Sequence[Group]) -> Iterator[Pack]:
         for parts in self.split(groups):
@@ -47,6 +52,7 @@ class Packer:
 
     def build(self, parts: Sequence[Part]) -> Pack:
         self.parts = parts
+        self.largest = max(self.largest, sum(part.tokens(self.shared_prefix) for part in parts))
         return build_pack(parts, layouts=self.layouts, shared_prefix=self.shared_prefix, device=self.device)
 
 

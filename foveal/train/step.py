@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 
+from foveal.models.compiling import or_eagerly
 from foveal.train.optim import take_step
 from foveal.train.packing import Pack
 from foveal.train.retry import within_memory
@@ -72,7 +74,7 @@ def optimizer_step(
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
         return sums
 
-    sums = within_memory(packer, phase, add_gradients, discard=optimizer.zero_grad)
+    sums = within_memory(packer, phase, partial(or_eagerly, add_gradients), discard=optimizer.zero_grad)
     norm = take_step(optimizer, max_grad_norm)
     if norm is None:
         return {"not_finite_steps": 1.0}
