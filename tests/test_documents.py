@@ -11,7 +11,14 @@ import pytest
 from foveal.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "README_zh.md", "docs/architecture.md", "docs/algorithms.md"]
+DOCUMENTS = [
+    "README.md",
+    "README_zh.md",
+    "docs/architecture.md",
+    "docs/algorithms.md",
+    "docs/rollouts.md",
+    "docs/training.md",
+]
 
 
 def blocks(document: str, language: str) -> list[str]:
