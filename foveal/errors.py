@@ -33,5 +33,9 @@ class EngineError(FovealError):
     """The rollout engine cannot start, ran out of memory, or died."""
 
 
+class WorkerError(FovealError):
+    """A worker's process died, failed, or makes no progress; or the cluster can't run the workers."""
+
+
 class DeviceMemoryError(FovealError):
     """A pass of a model does not fit into the device's memory."""

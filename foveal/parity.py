@@ -48,6 +48,7 @@ def check_parity(config: Config, rows: int) -> int:
     Raises:
         FovealError: anything the user can cure.
     """
+    config.trainer.nnodes = config.trainer.n_gpus_per_node = config.worker.actor.ulysses_size = 1  # all in this process
     check_runnable(config, scored=False)
     processing = open_processing(config)
     loader = open_loader(config, processing, "train")

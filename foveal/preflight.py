@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foveal.algorithm import get_advantage, get_loss
+from foveal.cluster.topology import topology_problems
 from foveal.config import Config
 from foveal.config.rules import missing, no_effect, remarks, unsupported
 from foveal.data.processing import Processing, load_processing
@@ -31,7 +32,8 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
 
     Raises:
         ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet; or the
-            engine cannot run here, or cannot sample so; or the user's own estimator or loss cannot be loaded.
+            devices cannot be divided as it asks; or the engine cannot run here, or cannot sample so; or the user's own
+            estimator or loss cannot be loaded.
     """
     problems = missing(config, scored=scored) + unsupported(config)
     if problems:
@@ -40,6 +42,8 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
     adopt_adapters(config)
     check_adapters(config, critic=trains and config.algorithm.uses_critic)
     engine = choose_engine(config, say=note)
+    if problems := topology_problems(config, engine):
+        raise ConfigError("the devices cannot work together like this:\n" + "\n".join(f"  {line}" for line in problems))
     _check_sampling(config, engine)
     if trains:
         _check_algorithm(config)

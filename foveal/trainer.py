@@ -13,7 +13,7 @@ from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
-from foveal.errors import CheckpointError, DataError, EngineError, RewardError
+from foveal.errors import CheckpointError, DataError, EngineError, RewardError, WorkerError
 from foveal.folder import RunFolder
 from foveal.preflight import check_runnable, open_processing
 from foveal.resume import Identity, check_rows, find_start, saved_settings
@@ -129,6 +129,7 @@ class Trainer:
                     CheckpointError,
                     OSError,
                     RuntimeError,
+                    WorkerError,
                 ) as failure:  # with the engine the whole device may be gone
                     console.warn(f"step {self.step} could not be saved: {failure}")
                 raise

@@ -87,20 +87,13 @@ def test_values_that_go_together_are_accepted(argv: list[str]) -> None:
     "argument",
     [
         "worker.actor.fsdp.torch_dtype=fp16",
-        "worker.actor.ulysses_size=2",
-        "trainer.nnodes=2",
-        "trainer.n_gpus_per_node=2",
+        "worker.actor.fsdp.mp_param_dtype=fp16",
     ],
 )
 def test_what_this_version_lacks_loads_and_is_refused_at_the_start(argument: str) -> None:
     one_process = ["trainer.n_gpus_per_node=1", "worker.rollout.tensor_parallel_size=1"]
     (line,) = unsupported(load(*one_process, "algorithm.use_kl_loss=true", argument))
     assert line.startswith(f"{argument}: ")
-
-
-def test_the_default_number_of_devices_is_refused_with_the_cure() -> None:
-    (line,) = unsupported(load())
-    assert "trainer.n_gpus_per_node=8 (the default)" in line and "set trainer.n_gpus_per_node=1" in line
 
 
 def test_a_plain_run_in_one_process_is_supported() -> None:

@@ -102,9 +102,10 @@ class TestBeforeAModelIsLoaded:
             for key in ("worker.actor.model.model_path", "worker.reward.reward_function", "data.train_files")
         )
 
-    def test_more_devices_than_this_version_uses(self, tmp_path: Path, capsys: Capture) -> None:
-        error = failure(small_run(tmp_path, "qwen3_vl", "trainer.n_gpus_per_node=4"), capsys)
-        assert "set trainer.n_gpus_per_node=1" in error
+    def test_devices_that_cannot_be_divided(self, tmp_path: Path, capsys: Capture) -> None:
+        changes = ("trainer.n_gpus_per_node=4", "worker.actor.ulysses_size=3")
+        error = failure(small_run(tmp_path, "qwen3_vl", *changes), capsys)
+        assert "worker.actor.ulysses_size=3" in error and "set it to 1, 2, 4" in error
 
     def test_a_folder_that_cannot_be_written_to(self, tmp_path: Path, capsys: Capture) -> None:
         (tmp_path / "file").write_text("")

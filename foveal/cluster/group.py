@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from foveal.config import Config
 from foveal.data.processing import Processing
-from foveal.train.snapshot import Snapshot
 from foveal.types import Group, Metrics, Prompt, Sampling
+
+
+class Snapshot(Protocol):
+    """What a checkpoint will hold, taken at one moment.
+
+    Attributes:
+        copied: whether training may go on while it is written.
+    """
+
+    @property
+    def copied(self) -> bool: ...
+
+    def write(self, folder: Path) -> None: ...
 
 
 class Workers(Protocol):
@@ -54,6 +66,11 @@ def start_workers(
     Args:
         checkpoint, weights, images: as in `Worker`.
     """
+    options: dict[str, Any] = {"train": train, "checkpoint": checkpoint, "weights": weights, "images": images}
+    if config.trainer.devices > 1:
+        from foveal.cluster.ray_group import RayWorkers
+
+        return RayWorkers(config, processing, options)
     from foveal.cluster.worker import Worker
 
-    return Worker(config, processing, train=train, checkpoint=checkpoint, weights=weights, images=images)
+    return Worker(config, processing, **options)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from foveal.config import Config
-from foveal.config.schema_model import ModelConfig, TrainedConfig
+from foveal.config.schema_model import FsdpConfig, ModelConfig, TrainedConfig
 from foveal.errors import ConfigError
 from foveal.models.loading import DTYPES, empty_model
 from foveal.models.lora import is_factor
@@ -18,7 +18,7 @@ KEPT_FREE = 0.03
 MOMENTS = 2
 
 
-def check_room(config: Config, total: int, *, train: bool) -> None:
+def check_room(config: Config, total: int, *, train: bool, devices: int = 1) -> None:
     """Refuses a run whose trainer leaves less memory than `worker.rollout.gpu_memory_utilization` promises to vLLM.
 
     While answers are sampled the trainer keeps weights and optimizer states on the device. The states come with the
@@ -27,11 +27,12 @@ def check_room(config: Config, total: int, *, train: bool) -> None:
     Args:
         total: bytes of the device.
         train: whether there will be an optimizer and a reference policy.
+        devices: that train together, over which weights and states are spread.
 
     Raises:
         ConfigError: with the numbers, and the largest value that fits.
     """
-    held = held_bytes(config, train=train)
+    held = held_bytes(config, train=train, devices=devices)
     key = "worker.rollout.gpu_memory_utilization"
     given, fits = config.value(key), 1 - KEPT_FREE - held / total
     if given <= fits:
@@ -50,21 +51,27 @@ def check_room(config: Config, total: int, *, train: bool) -> None:
     )
 
 
-def held_bytes(config: Config, *, train: bool) -> int:
-    """Bytes of weights, and of optimizer states where `train` is set, that stay on the device in a rollout."""
+def held_bytes(config: Config, *, train: bool, devices: int = 1) -> int:
+    """Bytes of weights, and of optimizer states where `train` is set, that stay on each device in a rollout."""
     worker = config.worker
     parameters = count_parameters(worker.actor.model.model_path or "")
     if not train:
-        return parameters * DTYPES[worker.actor.weights_dtype("cuda")].itemsize
-    held = _held(worker.actor, parameters, worker.actor.model)
+        return parameters * DTYPES[worker.actor.weights_dtype("cuda")].itemsize // shards(worker.actor.fsdp, devices)
+    held = _held(worker.actor, parameters, worker.actor.model) // shards(worker.actor.fsdp, devices)
     has_reference = config.algorithm.uses_reference and not worker.actor.model.lora.rank  # whose own is the same model
     if has_reference and not worker.ref.offload.offload_params:
-        held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize
+        held += parameters * DTYPES[worker.ref.fsdp.torch_dtype or "bf16"].itemsize // shards(worker.ref.fsdp, devices)
     if config.algorithm.uses_critic:
         own = worker.critic.model.model_path
         source = worker.critic.model if own else worker.actor.model
-        held += _held(worker.critic, count_parameters(own) if own else parameters, source)
+        count = count_parameters(own) if own else parameters
+        held += _held(worker.critic, count, source) // shards(worker.critic.fsdp, devices)
     return held
+
+
+def shards(fsdp: FsdpConfig, devices: int) -> int:
+    """Over how many of the devices one copy of the weights is spread."""
+    return devices if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, devices)
 
 
 def count_parameters(model_path: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from foveal.algorithm import get_advantage
 from foveal.cluster.room import check_room
 from foveal.config import Config
-from foveal.config.schema_model import ModelConfig
+from foveal.config.schema_model import FsdpConfig, ModelConfig
 from foveal.data.processing import Processing
 from foveal.errors import EngineError
 from foveal.models.feature_store import FeatureStore
@@ -23,18 +23,22 @@ from foveal.models.lora import adapter_config, adapter_tensors, add_lora, has_lo
 from foveal.models.named_tensors import named_tensors
 from foveal.models.parts import freeze_parts
 from foveal.models.recompute import set_checkpointing
+from foveal.models.ulysses import Ulysses
 from foveal.models.vision import same_features, vision_tower
 from foveal.rollout.engine import RolloutEngine, choose_engine
+from foveal.rollout.gathering_engine import GatheringEngine
 from foveal.rollout.transformers_engine import TransformersEngine
 from foveal.track import console
 from foveal.train.budget import initial_budget, learning, set_budgets
-from foveal.train.checkpoint import load_actor, load_trained
+from foveal.train.checkpoint import empty_trained, fill_trained, load_actor, load_trained
 from foveal.train.critic import Critic, load_critic
 from foveal.train.description import Description, describe_actor
 from foveal.train.forward import autocast_dtype
 from foveal.train.layout import PromptLayouts
 from foveal.train.meter import Meter
 from foveal.train.offload import Parking, Part, phase_parkings
+from foveal.train.peers import Peers, spread, spread_with
+from foveal.train.place import Place
 from foveal.train.policy import Policy
 from foveal.train.rng import KEY, load_rng, take_rng
 from foveal.train.scorer import Reference, StartScorer, TokenScorer
@@ -55,6 +59,8 @@ class Worker:
         checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
         weights: a Hugging Face folder that the policy starts from instead of `model_path`, which the reference stays.
         images: most pictures in a prompt.
+        place: among several workers, each of which must be built; every one of them must then make the same calls, in
+            the same order, if only without a prompt or a group of its own.
     """
 
     def __init__(
@@ -66,10 +72,12 @@ class Worker:
         checkpoint: Path | None = None,
         weights: Path | None = None,
         images: int = 0,
+        place: Place | None = None,
     ) -> None:
         self.config = config
         self.processing = processing
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.place = place or Place()
+        self.device = _device(self.place)
         actor = config.worker.actor
         self._source = str(weights or actor.model.model_path)
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
@@ -81,10 +89,21 @@ class Worker:
             freeze_parts(model, actor.model)
             if actor.model.lora.rank:
                 add_lora(model, actor.model.lora, actor.model.lora.adapter_path)
-        else:
+        elif self.place.alone:
             model = load_trained(checkpoint, dtype=DTYPES[dtype]).to(self.device)
             prepare(model, self.device)
+        else:
+            model = empty_trained(checkpoint, dtype=DTYPES[dtype]).requires_grad_(False)
+            prepare(model, self.device)
+        if train:
+            set_checkpointing(model, actor.model.enable_gradient_checkpointing)
         self.scorer = scorer = self._scorer(model)
+        self.peers: Peers | None = None
+        if not self.place.alone and checkpoint is None:
+            self.peers = self._spread(scorer, actor.fsdp, self._source)
+        elif not self.place.alone and checkpoint is not None:
+            fill = partial(fill_trained, checkpoint, device=self.device)
+            self.peers = spread_with(scorer, fill, actor.fsdp, self.device, group=self.place.apart)
         model.eval()
         self.model = model
         self.layouts = PromptLayouts(model, processing.features)
@@ -93,29 +112,24 @@ class Worker:
         self.reference: Reference | None = None
         self.critic: Critic | None = None
         if train:
-            set_checkpointing(model, actor.model.enable_gradient_checkpointing)
             if config.algorithm.uses_reference and has_lora(model):
                 self.reference = StartScorer(scorer)
             elif config.algorithm.uses_reference:
                 default = "bf16" if self.device.type == "cuda" else "fp32"
-                reference = self._load(config.worker.ref.fsdp.torch_dtype or default, str(actor.model.model_path))
+                source = str(actor.model.model_path)
+                reference = self._load(config.worker.ref.fsdp.torch_dtype or default, source)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
+                if not self.place.alone:
+                    self._spread(self.reference, config.worker.ref.fsdp, source, role="ref")
                 self._share_features()
             self.policy = Policy(config, scorer, self._packer(), self.experience_packer, self.reference)
             if get_advantage(config.algorithm.adv_estimator).needs_values:
-                self.critic = load_critic(config, processing, self.device)
+                self.critic = load_critic(config, processing, self.device, self.place)
             set_budgets(config, {"actor": self.policy} | ({"critic": self.critic} if self.critic else {}), self.device)
             self._compile()
         self.meter = self._start_meter()
         self.weight_version = 0
-        self.engine: RolloutEngine = vllm or TransformersEngine(
-            model,
-            processing.features,
-            forbidden_ids=processing.forbidden_ids,
-            eos_ids=processing.eos_ids,
-            pad_id=processing.pad_id,
-            autocast_dtype=scorer.autocast,
-        )
+        self.engine: RolloutEngine = vllm or self._transformers_engine()
         self._engine_awake = False
         self._share_told = False  # of merged adapters
         self._staging = Staging()
@@ -128,7 +142,8 @@ class Worker:
         model_path = self.config.worker.actor.model.model_path
         assert model_path is not None
         if self.device.type == "cuda":
-            check_room(self.config, torch.cuda.get_device_properties(self.device).total_memory, train=train)
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            check_room(self.config, total, train=train, devices=self.place.world)
         console.note(f"starting vLLM: {'one to two minutes' if self.device.type == 'cuda' else 'about ten seconds'}")
         started = time.perf_counter()
         engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
@@ -137,9 +152,24 @@ class Worker:
         console.note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
         return engine
 
+    def _transformers_engine(self) -> TransformersEngine:
+        make: Any = TransformersEngine
+        if not self.place.alone:
+            make = partial(GatheringEngine, self.scorer, self.config.worker.actor.fsdp, self.device)
+        engine: TransformersEngine = make(
+            self.model,
+            self.processing.features,
+            forbidden_ids=self.processing.forbidden_ids,
+            eos_ids=self.processing.eos_ids,
+            pad_id=self.processing.pad_id,
+            autocast_dtype=self.scorer.autocast,
+        )
+        return engine
+
     def _load(self, dtype: str, source: str) -> Any:
         model = self.config.worker.actor.model
-        return load_model(
+        build = load_model if self.place.alone else empty_model
+        return build(
             source,
             dtype=DTYPES[dtype],
             device=self.device,
@@ -148,14 +178,22 @@ class Worker:
         )
 
     def _scorer(self, model: Any) -> TokenScorer:
-        return TokenScorer(
+        alone, sharing = self.place.alone, self.place.sharing
+        scorer = TokenScorer(
             model,
             forbidden_ids=self.processing.forbidden_ids,
             temperature=self.config.worker.rollout.temperature,
-            autocast=autocast_dtype(model, self.config.worker.actor.fsdp, self.device),
+            autocast=autocast_dtype(model, self.config.worker.actor.fsdp, self.device) if alone else None,
             store=FeatureStore(),
             offload=self.config.worker.actor.model.activation_offload,
-        ).to(self.device)
+            ulysses=None if sharing is None else Ulysses(sharing, model),
+        )
+        return scorer.to(self.device) if alone else scorer
+
+    def _spread(self, scorer: TokenScorer, fsdp: FsdpConfig, source: str, role: str = "actor") -> Peers:
+        lora = self.config.worker.actor.model.lora
+        adapter = lora.adapter_path if lora.rank and role == "actor" else None
+        return spread(scorer, source, fsdp, self.device, adapter=adapter, role=role, group=self.place.apart)
 
     def _share_features(self) -> None:
         """Lets the reference use what the policy's vision tower made of a picture, and the other way round, where
@@ -181,6 +219,7 @@ class Worker:
             shared_prefix=self.config.worker.actor.shared_prefix,
             layouts=self.layouts,
             device=self.device,
+            peers=self.peers,
         )
 
     def _compile(self) -> None:
@@ -229,6 +268,12 @@ class Worker:
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
         """Yields groups as they finish, their responses decoded. The engine wakes up for it, with today's weights."""
+        for group in self.sample(prompts, sampling):
+            self.processing.decode(group, skip_special_tokens=self.config.worker.reward.skip_special_tokens)
+            yield group
+
+    def sample(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
+        """As `rollout`, but responses have no text."""
         if not self._engine_awake:
             self.forget_step()
             self._fetch("actor")
@@ -239,13 +284,9 @@ class Worker:
             self._hand_over_weights()
             if "actor" in self.parked:
                 self.parked["actor"].away()  # the engine takes memory for its cache next
-        skip = self.config.worker.reward.skip_special_tokens
-        tokenizer = self.processing.tokenizer
         self.engine.submit(prompts, sampling, self.weight_version)
         with self.meter.generation() as count:
             for group in self.engine.collect():
-                for response in group.responses:
-                    response.text = str(tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=skip))
                 count(group)
                 yield group
 
@@ -284,17 +325,26 @@ class Worker:
         with self.meter.phase("values", self.critic.scorer, groups):
             self.critic.values(groups)
 
-    def update_critic(self, groups: Sequence[Group], step: int, total_steps: int) -> Metrics:
-        """One trainer step of the critic."""
+    def update_critic(
+        self, groups: Sequence[Group], step: int, total_steps: int, sizes: Sequence[int] | None = None
+    ) -> Metrics:
+        """One trainer step of the critic; `sizes` as in `Policy.update`."""
         assert self.critic is not None
         self._fetch("critic", "critic optimizer")
         passes = self.config.worker.critic.ppo_epochs
         with self.meter.phase("update_critic", self.critic.scorer, groups, passes=passes):
             with self._learning(self.critic, "critic"):
-                return self.critic.update(groups, step, total_steps)
+                return self.critic.update(groups, step, total_steps, sizes)
 
-    def update(self, groups: Sequence[Group], step: int, total_steps: int, kl_coef: float) -> Metrics:
-        """One trainer step; the engine samples with the new weights from then on."""
+    def update(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        total_steps: int,
+        kl_coef: float,
+        sizes: Sequence[int] | None = None,
+    ) -> Metrics:
+        """One trainer step; the engine samples with the new weights from then on. `sizes` as in `Policy.update`."""
         exact_kl = self.config.algorithm.kl_in_loss and self.config.algorithm.kl_penalty == "full"
         needed: list[Part] = ["actor", "actor optimizer"]
         if exact_kl:
@@ -303,7 +353,7 @@ class Worker:
         passes = self.config.worker.actor.ppo_epochs
         with self.meter.phase("update_actor", self.scorer, groups, passes=passes):
             with self._learning(self._trained, "actor"):
-                metrics = self._trained.update(groups, step, total_steps, kl_coef)
+                metrics = self._trained.update(groups, step, total_steps, kl_coef, sizes)
         self.forget_step()
         self.weight_version = step
         return metrics
@@ -329,7 +379,8 @@ class Worker:
             model_only: leaves the states of optimizers and random generators out (`trainer.save_model_only`).
             copied: copies it to host memory, if there is room; over the copy before, which must have been written.
         """
-        if any(parking.is_away for parking in self.parked.values()):
+        gathered = self.engine.dtype is None and not self.place.alone  # whole weights, which states are not made of
+        if gathered or any(parking.is_away for parking in self.parked.values()):
             self._make_room()
             self._fetch(*self.parked)
         states = {"actor": take_state(self.model, None if model_only else self._trained.optimizer)}
@@ -400,6 +451,13 @@ class Worker:
     def _trained(self) -> Policy:
         assert self.policy is not None, "this worker was built without an optimizer"
         return self.policy
+
+
+def _device(place: Place) -> torch.device:
+    """Among several workers each sees one GPU only."""
+    if torch.cuda.is_available():
+        return torch.device("cuda" if place.alone else "cuda:0")
+    return torch.device("cpu")
 
 
 def _keeps_blocks(model: ModelConfig) -> bool:

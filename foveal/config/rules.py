@@ -47,14 +47,6 @@ def unsupported(config: Config) -> list[str]:
         for key in (f"{role}.fsdp.torch_dtype", f"{role}.fsdp.mp_param_dtype"):
             if config.value(key) == "fp16":
                 lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
-        size = config.value(f"{role}.ulysses_size")
-        if size > 1:
-            key = f"{role}.ulysses_size"
-            lines.append(f"{key}={size}: it needs several processes, which this version does not start; set {key}=1")
-    for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
-        if config.value(key) > 1:
-            source = "" if key in config.given else " (the default)"
-            lines.append(f"{key}={config.value(key)}{source}: this version runs in one process; set {key}=1")
     return lines
 
 
@@ -121,11 +113,18 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
         names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens dtype"
         yield "vLLM only", tuple(rollout + name for name in names.split())
         yield "the transformers engine samples with these very weights", ("worker.actor.offload.offload_params",)
-    names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync"
-    yield (
-        "one process: nothing is sharded",
-        tuple(f"{section}fsdp.{name}" for section in sections for name in names.split()),
-    )
+    if config.trainer.devices == 1:
+        names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync"
+        yield (
+            "one process: nothing is sharded",
+            tuple(f"{section}fsdp.{name}" for section in sections for name in names.split()),
+        )
+        yield "one process: no Ray", ("trainer.ray_timeline", "trainer.stage_timeout")
+    else:
+        names = "use_orig_params mp_buffer_dtype"
+        yield "FSDP1 only", tuple(f"{section}fsdp.{name}" for section in sections for name in names.split())
+        reason = "each process reads its own part of the weights"
+        yield reason, tuple(f"{section}fsdp.enable_rank0_init" for section in sections)
     yield (
         "sequences are always packed up to a number of tokens",
         tuple(section + name for section in sections for name in ("padding_free", "dynamic_batching")),
@@ -137,7 +136,6 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
     yield "vLLM's own statistics are never printed", (rollout + "disable_log_stats",)
     if not (config.trainer.val_before_train or config.trainer.val_freq > 0):
         yield "nothing is validated", ("trainer.best_metric", "trainer.best_mode")
-    yield "no Ray in this version", ("trainer.ray_timeline",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
 
 

@@ -83,7 +83,14 @@ class TrainerConfig(Section):
         default=False,
         description="Begin the training rows anew, which may be others, when going on from a checkpoint.",
     )
-    ray_timeline: str | None = Field(default=None, description="File for a timeline of Ray's tasks.")
+    stage_timeout: Positive = Field(
+        default=1800,
+        description="Seconds that a stage of a run on several devices (starting, sampling the next answer, a pass, "
+        "saving) may take before the run ends with a message.",
+    )
+    ray_timeline: str | None = Field(
+        default=None, description="File for a timeline of Ray's tasks, as Chrome's tracing shows it."
+    )
 
     @model_validator(mode="after")
     def _fill_checkpoint_path(self) -> TrainerConfig:

@@ -127,7 +127,7 @@ class FsdpConfig(Section):
     enable_cpu_offload: bool = Field(default=False, description="Keep sharded weights in host memory between uses.")
     enable_rank0_init: bool = Field(
         default=True,
-        description="Read weights in the first process only and send them to others.",
+        description="No effect: each process reads its own part of the weights.",
     )
     use_orig_params: bool = Field(
         default=False,

@@ -12,7 +12,7 @@ from foveal.data.feature_cache import FeatureCache
 from foveal.data.images import Size, decode_image
 from foveal.errors import DataError, ModelError
 from foveal.models.families import read_config
-from foveal.types import Media, Prompt
+from foveal.types import Group, Media, Prompt
 
 if TYPE_CHECKING:
     import torch
@@ -190,6 +190,12 @@ class Processing:
                 count = len(output["input_ids"][0])
             self._tokens_of_size[size] = int(count)
         return self._tokens_of_size[size]
+
+    def decode(self, group: Group, *, skip_special_tokens: bool) -> None:
+        """Sets the text of the group's responses."""
+        for response in group.responses:
+            ids = response.token_ids.tolist()
+            response.text = str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def save(self, folder: str | Path) -> None:
         """Copies tokenizer, processor, chat template and generation config into `folder`, byte for byte.

@@ -82,6 +82,18 @@ def fill_weights(
         _tie(model, tied)
 
 
+def make_room(model: Any, device: torch.device) -> None:
+    """Gives an empty model, sharded or not, weights that mean nothing yet, and buffers that do."""
+    tied = _tied_names(model)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            room: Any = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            room._is_hf_initialized = True  # transformers need not draw numbers for it
+            _set(model, name, room)
+    _tie(model, tied)
+    _fill_buffers(model, device)
+
+
 def _tie(model: nn.Module, tied: dict[str, str]) -> None:
     for alias, name in tied.items():
         _set(model, alias, model.get_parameter(name))

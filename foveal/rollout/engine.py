@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from foveal.config import Config
-from foveal.errors import ConfigError, ModelError
+from foveal.errors import ConfigError, EngineError, ModelError
 from foveal.rollout.vllm_available import vllm_obstacle, vllm_version
 from foveal.types import Group, Prompt, Sampling
 
@@ -43,6 +43,9 @@ class RolloutEngine(ABC):
     """The type that it keeps weights in; None: it has none of its own."""
     takes_adapters: bool = False
     """Whether it applies a low-rank adapter itself: it then gets the base weights, and the adapter beside them."""
+
+    stop_asked: Callable[[], bool] = staticmethod(lambda: False)
+    """Looked at between tokens: true ends `collect` with an EngineError, and leaves answers open."""
 
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
@@ -97,6 +100,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Takes the memory again after `sleep`. Weights must be updated before the next `submit`."""
+
+    def check_stop(self) -> None:
+        if self.stop_asked():
+            raise EngineError("sampling was asked to stop")
 
     def close(self) -> None:  # noqa: B027 (not every engine holds something)
         """Ends the engine."""

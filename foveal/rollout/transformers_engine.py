@@ -65,6 +65,7 @@ class TransformersEngine(RolloutEngine):
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
+        self.forward: Callable[..., Any] = model
         self.processing_features = processing_features
         weights = next(model.parameters())
         self.device = weights.device
@@ -185,6 +186,7 @@ class _Batch:
     def advance(self) -> list[tuple[_Job, Group]]:
         """Goes on until at least one job is finished; returns those that are."""
         while True:
+            self.engine.check_stop()
             self._drop_aborted()
             if finished := self._finished():
                 return finished
@@ -248,7 +250,7 @@ class _Batch:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **features: torch.Tensor) -> torch.Tensor:
         """(rows, Q) ids at (A, rows, Q) positions -> (rows, V) float32 logits after the last of them."""
-        output = self.engine.model(
+        output = self.engine.forward(
             input_ids=ids,
             attention_mask=self.filled[:, : self.width + self.step],
             # Explicit positions: the rope deltas that VLMs keep on the module play no part.

@@ -216,6 +216,7 @@ class VllmEngine(RolloutEngine):
         self._check_alive()
         idle = 0
         while not self._finished:
+            self.check_stop()
             self._feed()
             with self._fatal():
                 outputs, executed = self.core.step_fn()

@@ -17,18 +17,34 @@ from foveal.track.lines import StepLines
 if TYPE_CHECKING:
     from foveal.types import Metrics
 
+Take = Callable[[str, str], None]
+"""Gets the kind of a line ("note", "warning" or "error") and its text."""
+
 _lines = StepLines()
+_take: Take | None = None
 _bar_is_open = False
+
+
+def divert(take: Take | None) -> None:
+    """Sends lines elsewhere from now on, as from a process that has no terminal; None ends that."""
+    global _take
+    _take = take
 
 
 def note(text: str) -> None:
     """Prints one line for the user, on standard output."""
-    _write(sys.stdout, text)
+    if _take is not None:
+        _take("note", text)
+    else:
+        _write(sys.stdout, text)
 
 
 def warn(text: str) -> None:
     """Prints one line that starts with "warning:", on standard error."""
-    _write(sys.stderr, f"warning: {text}")
+    if _take is not None:
+        _take("warning", text)
+    else:
+        _write(sys.stderr, f"warning: {text}")
 
 
 def error(text: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +20,7 @@ from foveal.models.loading import DTYPES
 from foveal.models.memory import Pass, budget, forward_bytes, head_bytes, tower_block, training_bytes
 from foveal.models.parts import part_of
 from foveal.track import console
+from foveal.train.processes import several_processes
 from foveal.train.scoring import Packer
 
 ON_CPU = 4096
@@ -76,6 +78,7 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
             reason = f" on a {device.type.upper()}"
         else:
             update, experience, reason = _largest(config, keys, model.scorer, free)
+        update, experience = _agreed(update, device), _agreed(experience, device)
         model.packer.budget, model.experience_packer.budget = update, experience
         console.note(
             f"{role}: passes of up to {update:,} tokens with gradient and {experience:,} without "
@@ -103,7 +106,7 @@ def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
     taken = torch.cuda.max_memory_allocated(device) - allocated - gradients
     if _memory_given_back(device) - given_back > _FEW:  # it fits, but in pieces that must be moved all the time
         packer.ceiling = min(packer.ceiling, int(0.85 * packer.largest))
-    learned = learned_budget(packer, taken, free)
+    learned = _agreed(learned_budget(packer, taken, free), device)
     if learned != packer.budget:
         packer.budget = learned
         console.note(
@@ -130,6 +133,15 @@ def learned_budget(packer: Packer, taken: float, free: float) -> int:
     believed = max(packer.budget, 2 * packer.largest)
     wanted = min(budget(free, taken / packer.largest, MOST), believed, packer.ceiling)
     return packer.budget if abs(wanted - packer.budget) < 0.1 * packer.budget else wanted
+
+
+def _agreed(tokens: int, device: torch.device) -> int:
+    """The least of all processes: those that share sequences must cut them alike."""
+    if not several_processes():
+        return tokens
+    least = torch.tensor(tokens, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) -> tuple[int, int, str]:

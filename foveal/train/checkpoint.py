@@ -133,6 +133,30 @@ def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str =
     return model.eval()
 
 
+def empty_trained(folder: Path, *, dtype: torch.dtype) -> nn.Module:
+    """The model that `load_trained` gives, on the meta device: to be sharded, then filled by `fill_trained`."""
+    folder = actor_folder(folder)
+    with torch.device("meta"):
+        return build_trained(folder, check_actor(folder), dtype=dtype).eval()
+
+
+def fill_trained(folder: Path, model: nn.Module, device: torch.device) -> None:
+    """Fills the model of `empty_trained`, sharded or not.
+
+    Raises:
+        CheckpointError, ModelError: as `load_trained`.
+    """
+    from foveal.models.filling import fill_weights, make_room
+
+    folder = actor_folder(folder)
+    info = check_actor(folder)
+    if info.lora is None:
+        make_room(model, device)
+    else:
+        fill_weights(model, info.source, device=device)
+    load_actor(folder, model, None)
+
+
 def build_trained(folder: Path, info: ActorInfo, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
     """Builds the model of a checkpoint on the default device with its adapters, if it has any; no weights are set.
 

@@ -29,6 +29,7 @@ from foveal.train.layout import PromptLayouts
 from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack
 from foveal.train.peers import spread
+from foveal.train.place import Place
 from foveal.train.processes import several_processes
 from foveal.train.retry import within_memory
 from foveal.train.scoring import Packer
@@ -188,9 +189,12 @@ def check_critic_model(config: Config, processing: Processing) -> None:
         )
 
 
-def load_critic(config: Config, processing: Processing, device: torch.device) -> Critic:
+def load_critic(config: Config, processing: Processing, device: torch.device, place: Place | None = None) -> Critic:
     """Builds the critic: `worker.critic.model.model_path`, by default the actor's model, with a new value head.
     Among several processes it is sharded over all of them, and each must call this.
+
+    Args:
+        place: among them; None where none share sequences.
 
     Raises:
         ModelError: as `check_critic_model` and `load_model`.
@@ -200,6 +204,7 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
     section, source = _source(config)
     assert source.model_path is not None
     several = several_processes()
+    sharing = place.sharing if place else None
     build = empty_model if several else load_model
     model: Any = build(
         source.model_path,
@@ -220,11 +225,21 @@ def load_critic(config: Config, processing: Processing, device: torch.device) ->
         autocast=None if several else autocast_dtype(model, critic.fsdp, device),
         store=FeatureStore(),
         offload=critic.model.activation_offload,
+        ulysses=None if sharing is None else Ulysses(sharing, model, "worker.critic.ulysses_size"),
     ).eval()
     peers = None
     if several:
         adapter = lora.adapter_path if lora.rank else None
-        peers = spread(scorer, source.model_path, critic.fsdp, device, adapter=adapter, role="critic", section=section)
+        peers = spread(
+            scorer,
+            source.model_path,
+            critic.fsdp,
+            device,
+            adapter=adapter,
+            role="critic",
+            section=section,
+            group=place.apart if place else None,
+        )
 
     def packer() -> Packer:
         return Packer(

@@ -87,6 +87,10 @@ class Meter:
         if tower is not None:
             tower.register_forward_pre_hook(look, with_kwargs=True)
 
+    def counter(self, scorer: nn.Module) -> FlopCounter:
+        """Of a watched scorer's model."""
+        return self._counters[scorer]
+
     @contextmanager
     def phase(self, name: str, scorer: nn.Module, groups: Sequence[Group], *, passes: int = 1) -> Iterator[None]:
         """A pass of a watched scorer over all trained responses of some groups.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ def spread(
     adapter: str | None = None,
     role: str = "actor",
     section: str = "worker.actor.model",
+    group: dist.ProcessGroup | None = None,
 ) -> Peers:
     """Shards a scorer around an empty model (`loading.empty_model`) over all processes and fills it from the files.
 
@@ -91,6 +92,7 @@ def spread(
         scorer: `TokenScorer` or `ValueScorer`, without autocast; what is not trained must be frozen by now.
         adapter: that the model's adapters start from, as in `fill_weights`.
         role: "actor", "ref" or "critic", whose `fsdp` it is, and section: that names the model; for messages.
+        group: as in `Peers`.
 
     Raises:
         ConfigError: as `device_mesh`.
@@ -98,12 +100,27 @@ def spread(
     """
     from foveal.models.filling import fill_weights  # needs parts of transformers that one process does without
 
+    def fill(model: nn.Module) -> None:
+        offloaded = fsdp.enable_cpu_offload
+        fill_weights(model, model_path, device=device, offloaded=offloaded, adapter=adapter, section=section)
+
+    return spread_with(scorer, fill, fsdp, device, role=role, group=group)
+
+
+def spread_with(
+    scorer: nn.Module,
+    fill: Callable[[nn.Module], None],
+    fsdp: FsdpConfig,
+    device: torch.device,
+    *,
+    role: str = "actor",
+    group: dist.ProcessGroup | None = None,
+) -> Peers:
+    """As `spread`, where `fill` gives the sharded model its weights."""
     precision = mixed_precision(fsdp, device)
     shard(scorer, fsdp, device_mesh(fsdp, device.type, f"worker.{role}.fsdp"), precision)
-    model = scorer.get_submodule("model")
-    offloaded = fsdp.enable_cpu_offload
-    fill_weights(model, model_path, device=device, offloaded=offloaded, adapter=adapter, section=section)
-    return Peers(scorer, device, sums_at_end=sums_at_end(scorer, fsdp, precision, device))
+    fill(scorer.get_submodule("model"))
+    return Peers(scorer, device, sums_at_end=sums_at_end(scorer, fsdp, precision, device), group=group)
 
 
 def _has_pictures(model: Any, parts: Sequence[Part]) -> bool:

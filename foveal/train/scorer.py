@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -86,6 +86,10 @@ class TokenScorer(nn.Module):
         """
         with autocast(pack.token_ids.device, self.autocast):
             return self._head(pack)
+
+    def run(self, **inputs: Any) -> Any:
+        """The model's own forward pass, for sampling."""
+        return self.model(**inputs)
 
     def _head(self, pack: Pack) -> Head:
         states = source_states(self.model, pack, self.store, offload=self.offload, ulysses=self.ulysses)

@@ -105,6 +105,7 @@ def shard(scorer: nn.Module, fsdp: FsdpConfig, mesh: DeviceMesh, precision: Mixe
     spread(scorer, precision, None)
     if isinstance(scorer, TokenScorer):
         register_fsdp_forward_method(scorer, "head")
+        register_fsdp_forward_method(scorer, "run")
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -130,6 +131,26 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def gather_all(scorer: nn.Module) -> None:
+    """Each process holds all weights from now on, until `release_all`; all processes must call this."""
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+
+
+def release_all(scorer: nn.Module, fsdp: FsdpConfig) -> None:
+    """Ends what `gather_all` began, before the weights change.
+
+    Args:
+        fsdp: that `shard` was given.
+    """
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_forward(fsdp.enable_full_shard and part is not scorer, recurse=False)
+    reshard(scorer)
 
 
 def is_trained(module: nn.Module) -> bool:

@@ -1,0 +1,122 @@
+"""What went wrong in which worker, as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from foveal.errors import FovealError, WorkerError
+
+_TAIL = 15
+"""Lines of a worker's output, and as many of its errors, in a message."""
+_READING = 10.0
+"""Seconds in which another machine must have read a log."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Of a worker's process.
+
+    Attributes:
+        rank: its number; -1 before it has one.
+        host: its machine, and node: Ray's id of it.
+        gpu: the number of its GPU there, or nothing.
+        pid: its id, and log: the file of its errors, on its machine.
+    """
+
+    rank: int
+    host: str
+    node: str
+    gpu: str
+    pid: int
+    log: str
+
+    def with_rank(self, rank: int) -> Whereabouts:
+        return replace(self, rank=rank)
+
+    def end_of_log(self) -> str:
+        """The last lines of its log, read by a task on its machine."""
+        strategy = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        remote: Any = ray.remote
+        read = remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(_tail)
+        try:
+            lines: list[str] = ray.get(read.remote(self.log), timeout=_READING)
+        except (RayError, GetTimeoutError):
+            lines = ["(its machine does not answer)"]
+        return "\n".join([f"The end of its log, {self.host}:{self.log}:", *(f"  {line}" for line in lines)])
+
+
+def describe(place: Whereabouts) -> str:
+    gpu = f"GPU {place.gpu}, " if place.gpu else ""
+    return f"worker {place.rank} ({place.host}, {gpu}process {place.pid})"
+
+
+def lead_to(failures: Mapping[int, RayError]) -> int | None:
+    """The rank whose failure explains the others': it died, or raised something that isn't about another process."""
+    for rank, error in failures.items():
+        if isinstance(error, RayActorError):
+            return rank
+    return next((rank for rank, error in failures.items() if not _is_of_another(_cause(error))), None)
+
+
+def explain(stage: str, failures: Mapping[int, RayError], places: Sequence[Whereabouts]) -> Exception:
+    """The error to raise for what failed in some workers: what the user can cure as it is, all else as WorkerError.
+
+    Args:
+        stage: in which it happened.
+        failures: by rank, in the order in which they were seen.
+    """
+    rank = lead_to(failures)
+    if rank is None:
+        rank = next(iter(failures))
+    place, cause = places[rank], _cause(failures[rank])
+    if isinstance(cause, RayActorError):
+        return WorkerError(
+            f"{describe(place)} died during {stage}: {_reason(cause)}\n{place.end_of_log()}\n"
+            "Without a reason there the system may have ended it for want of memory. Start the same command again to "
+            "go on from the last checkpoint."
+        )
+    if isinstance(cause, FovealError):
+        several = len({other.host for other in places}) > 1
+        return type(cause)(f"{cause} [{describe(place)}]") if several else cause
+    if isinstance(cause, OSError):
+        return cause
+    return WorkerError(f"{describe(place)} failed during {stage}:\n{str(failures[rank]).strip()}\n{place.end_of_log()}")
+
+
+def _tail(path: str) -> list[str]:
+    """The last lines of what a process wrote to its output and its errors."""
+    lines: list[str] = []
+    for name in (path.removesuffix(".err") + ".out", path):
+        try:
+            with open(name, "rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 16_384))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            lines.append(f"({name}: {error.strerror})")
+            continue
+        lines += [line for line in text.splitlines() if not line.startswith(":")][-_TAIL:]  # what Ray notes for itself
+    return lines
+
+
+def _cause(error: RayError) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+
+
+def _reason(error: RayActorError) -> str:
+    text = str(error)
+    start = text.find("Worker exit type")
+    if start < 0:
+        return text.strip().splitlines()[-1]
+    return " ".join(text[start:].split(". Some common causes")[0].split()) + "."
+
+
+def _is_of_another(cause: BaseException) -> bool:
+    """Whether it says that another process is gone or late."""
+    text = f"{type(cause).__name__}: {cause}".lower()
+    return any(word in text for word in ("connection closed", "connection reset", "gloo", "nccl", "distbackend"))

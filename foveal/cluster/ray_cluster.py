@@ -1,0 +1,131 @@
+"""The Ray cluster of a run: joined where there is one, else started on this machine; and the place of each worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from foveal.config import Config
+from foveal.errors import ConfigError, WorkerError
+from foveal.train.staging import available_memory
+
+_STORE_BYTES = 8 << 30
+"""Most that the object store of a cluster of our own may take; what travels in a step is far less."""
+_PASSED_ON = ("HF_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TOKENIZERS_", "TRITON_", "PYTORCH_", "CUDA_LAUNCH", "WANDB_")
+"""Beginnings of the environment variables that workers get from the trainer's process."""
+_PATIENCE = 120
+"""Seconds for resources that the cluster has to become free."""
+
+
+class Cluster:
+    """Resources for `trainer.nnodes` × `trainer.n_gpus_per_node` workers, held until `close`.
+
+    Joins the cluster that RAY_ADDRESS names or that `ray start` started on this machine, and otherwise starts one,
+    which ends with this process. A worker takes a GPU where the cluster has any, else a CPU.
+
+    Raises:
+        ConfigError: the cluster hasn't got so many devices.
+        WorkerError: they don't become free.
+    """
+
+    def __init__(self, config: Config) -> None:
+        trainer = config.trainer
+        self.timeline = trainer.ray_timeline
+        self._group: PlacementGroup | None = None
+        self._is_own = _connect(trainer.devices)
+        try:
+            self.device = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+            _check_size(config, self.device)
+            bundle = {"CPU": float(trainer.n_gpus_per_node)}
+            if self.device == "GPU":
+                bundle["GPU"] = float(trainer.n_gpus_per_node)
+            # A bundle is one machine's share, and strictly spread ones lie on different machines.
+            self._group = placement_group([bundle] * trainer.nnodes, strategy="STRICT_SPREAD")
+            if not self._group.wait(_PATIENCE):
+                raise WorkerError(
+                    f"the cluster's devices did not become free within {_PATIENCE} s; another run may hold them "
+                    "(`ray status` shows what is in use)."
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, actor_class: Any, bundle: int, *arguments: Any) -> Any:
+        """Starts an actor with one device of the bundle's machine."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._group is not None
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
+        if self.device == "GPU":
+            options["num_gpus"] = 1
+        if not self._is_own:  # whose processes have other variables
+            options["runtime_env"] = {"env_vars": _environment()}
+        return actor_class.options(**options).remote(*arguments)
+
+    def close(self) -> None:
+        """Gives the resources back; a cluster of our own ends."""
+        if not ray.is_initialized():
+            return
+        if self.timeline:
+            with suppress(OSError):
+                ray.timeline(self.timeline)
+        if self._group is not None:
+            with suppress(Exception):  # it is gone with its cluster
+                remove_placement_group(self._group)
+            self._group = None
+        ray.shutdown()
+
+
+def _connect(devices: int) -> bool:
+    """Whether the cluster is our own."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": f"foveal-{os.getpid()}"}
+    store = min(_STORE_BYTES, int(0.3 * (available_memory() or _STORE_BYTES)))
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do, and warns of until then
+    try:
+        cores = max(os.cpu_count() or 1, devices)
+        ray.init(num_cpus=cores, object_store_memory=store, include_dashboard=False, **quiet)
+        return True
+    except ValueError:  # there is a cluster, whose size is not ours to say
+        ray.init(**quiet)
+        return False
+    except ConnectionError as error:
+        raise ConfigError(
+            f"cannot join the Ray cluster: {str(error).splitlines()[0]} Start it (`ray start --head`), or unset "
+            "RAY_ADDRESS to run on this machine alone; `ray stop` clears what a dead cluster left."
+        ) from error
+
+
+def _check_size(config: Config, device: str) -> None:
+    trainer = config.trainer
+    end = time.monotonic() + 5  # nodes may just be joining
+    while True:
+        found = {
+            node["NodeManagerHostname"] + f" ({node['NodeManagerAddress']}, {node['NodeID'][:6]})": int(
+                node["Resources"].get(device, 0)
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+        large = [name for name, count in found.items() if count >= trainer.n_gpus_per_node]
+        if len(large) >= trainer.nnodes:
+            return
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    listed = ", ".join(f"{name}: {count}" for name, count in found.items())
+    default = "" if "trainer.n_gpus_per_node" in config.given else " (the default)"
+    raise ConfigError(
+        f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}{default} given, but "
+        f"the Ray cluster has these {device}s: {listed}. Set both to what there is, or start Ray on the other machines "
+        "(`ray start --address=…`)."
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}

@@ -1,0 +1,144 @@
+"""Calls to several processes: what they return, and what is said when one dies, fails or stops."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ray: Any = pytest.importorskip("ray")
+
+from foveal.cluster.crew import Crew  # noqa: E402
+from foveal.cluster.failures import Whereabouts  # noqa: E402
+from foveal.errors import DataError, FovealError, WorkerError  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+class Actor:
+    """As `Member`, with stages of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.stopped = -1
+
+    def where(self) -> Whereabouts:
+        node = ray.get_runtime_context().get_node_id()
+        return Whereabouts(self.rank, "here", node, "", os.getpid(), os.readlink("/proc/self/fd/2"))
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def fail(self, how: str, rank: int) -> None:
+        print("something of use", file=sys.stderr, flush=True)
+        if self.rank != rank:
+            if how != "sleep":
+                time.sleep(0.2 if how == "die" else 60)
+                raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+            return
+        if how == "die":
+            time.sleep(1)
+            os._exit(3)
+        if how == "sleep":
+            time.sleep(60)
+        raise DataError("the user's mistake") if how == "mistake" else ZeroDivisionError("a bug")
+
+    def count(self, number: int, upto: int) -> Iterator[int]:
+        for value in range(upto):
+            if self.stopped >= number:
+                raise FovealError("stopped")
+            if self.rank == 1 and value == 3 and upto == 4:
+                raise DataError("the user's mistake")
+            time.sleep(0.01)
+            yield value
+
+    def stop(self, number: int) -> None:
+        self.stopped = number
+
+    def close(self) -> None:
+        pass
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [("note", f"from {self.rank}")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def crew(cluster: None) -> Iterator[Crew]:
+    groups = {"stop": {"concurrency_group": "control"}, "lines": {"concurrency_group": "control"}}
+    for name, options in groups.items():
+        setattr(Actor, name, ray.method(**options)(getattr(Actor, name)))
+    actor_class = ray.remote(concurrency_groups={"control": 1})(Actor)
+    actors = [actor_class.options(num_cpus=1).remote(rank) for rank in range(2)]
+    places = ray.get([actor.where.remote() for actor in actors])
+    made = Crew(actors, places, timeout=5)
+    yield made
+    made.close(0)
+
+
+def test_results_come_in_the_order_of_ranks(crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
+    assert crew.call("doubling", "double", lambda rank: (10 + rank,)) == [20, 22]
+    assert capsys.readouterr().out == "from 0\nworker 1 on here: from 1\n"
+
+
+def failure(crew: Crew, how: str) -> str:
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        crew.call("the stage", "fail", lambda rank: (how, 1))
+    assert time.monotonic() - started < 40
+    with pytest.raises(WorkerError, match="have ended"):
+        crew.call("the next stage", "double", lambda rank: (1,))
+    assert "something of use" in str(caught.value)  # the end of its log
+    return str(caught.value)
+
+
+def test_a_death_is_named_before_what_follows_from_it(crew: Crew) -> None:
+    message = failure(crew, "die")
+    assert message.startswith(f"worker 1 (here, process {crew.places[1].pid}) died during the stage: ")
+
+
+def test_a_worker_that_makes_no_progress_is_named(crew: Crew) -> None:
+    message = failure(crew, "sleep")
+    assert "in the stage" in message and "worker 1 (here" in message and "worker 0" not in message
+    assert "trainer.stage_timeout (5 s)" in message
+
+
+def test_a_bug_comes_with_its_traceback(crew: Crew) -> None:
+    message = failure(crew, "bug")
+    assert message.startswith("worker 1 (here") and "ZeroDivisionError: a bug" in message and "in fail" in message
+
+
+def test_a_mistake_of_the_users_comes_as_it_is(crew: Crew) -> None:
+    with pytest.raises(DataError, match=r"^the user's mistake$"):
+        crew.call("the stage", "fail", lambda rank: ("mistake", 1))
+
+
+def test_items_come_as_they_are_made(crew: Crew) -> None:
+    items = list(crew.stream("counting", "count", lambda rank: (5 + rank,)))
+    assert [value for rank, value in items if rank == 0] == list(range(5))
+    assert [value for rank, value in items if rank == 1] == list(range(6))
+
+
+def test_a_stream_that_was_left_is_broken_off_before_the_next_call(crew: Crew) -> None:
+    for _ in crew.stream("counting", "count", lambda rank: (100_000,)):
+        break
+    started = time.monotonic()
+    assert crew.call("doubling", "double", lambda rank: (1,)) == [2, 2]
+    assert time.monotonic() - started < 20
+    assert len(list(crew.stream("counting", "count", lambda rank: (2,)))) == 4
+
+
+def test_after_a_mistake_in_a_stream_the_workers_can_be_called(crew: Crew) -> None:
+    with pytest.raises(DataError):
+        list(crew.stream("counting", "count", lambda rank: (4 if rank else 100_000,)))
+    assert crew.call("doubling", "double", lambda rank: (1,)) == [2, 2]
