@@ -55,7 +55,7 @@ def evaluate(config: Config, model: str | None = None) -> int:
     loader = open_loader(config, processing, "val")
     step = read_state(checkpoint).get("step", 0) if checkpoint else 0
     timings: dict[str, float] = {}
-    with RewardRunner(config.worker.reward, "val") as rewards, ExitStack() as held:
+    with RewardRunner(config.worker.reward, "val", processing.tokenizer) as rewards, ExitStack() as held:
         workers = start_workers(
             config,
             processing,

@@ -64,6 +64,7 @@ def open_processing(config: Config) -> Processing:
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         chat_template=_chat_template(config),
+        video_fps=config.data.video_fps,
     )
     processing.feature_dtype = _feature_dtype(config)
     return processing

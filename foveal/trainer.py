@@ -22,6 +22,7 @@ from foveal.rollout import surplus
 from foveal.rollout.collect import Collector, training_sampling
 from foveal.signals import Stopped, StopSignals
 from foveal.track import Trackers, console
+from foveal.track.alarms import Alarms, signs
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
@@ -65,12 +66,13 @@ class Trainer:
         self.val_score: tuple[int, float | None] = (-1, None)
         self.record: Metrics = {}
         self.signals = StopSignals()
+        self.alarms = Alarms()
         self._started = time.monotonic()
         self._told_of_metric = False
         with ExitStack() as held:
             held.callback(RunFolder(self.root).close)
             start = find_start(config, self.checkpoints, has_critic=self.has_critic)
-            rewards = held.enter_context(RewardRunner(config.worker.reward, "train"))
+            rewards = held.enter_context(RewardRunner(config.worker.reward, "train", self.processing.tokenizer))
             self.loader = open_loader(config, self.processing, "train")
             self.validator: Validator | None = None
             self.total_steps = self._count_steps()
@@ -82,7 +84,7 @@ class Trainer:
             images = self.loader.most_images
             if config.data.val_files:
                 val_loader = open_loader(config, self.processing, "val")
-                val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val"))
+                val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val", self.processing.tokenizer))
                 images = max(images, val_loader.most_images)
             self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
             held.callback(self.workers.close)
@@ -328,8 +330,9 @@ class Trainer:
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
         metrics["perf/elapsed_s"] = self._elapsed()
         metrics |= self.workers.performance(timings)
-        self.record |= metrics
+        metrics |= signs(groups)
         console.step_line(self.step, self.total_steps, metrics)
+        self.record |= metrics | self.alarms.look(self.step, metrics)
         self._warn_of_nothing_learned(groups)
 
     def _warn_of_nothing_learned(self, groups: list[Group]) -> None:

@@ -205,3 +205,21 @@ def test_the_rate_of_a_frozen_part_has_no_effect() -> None:
     (line,) = no_effect(load(*argv), "vllm")
     assert line.startswith("no effect here: worker.actor.optim.lr_vision (")
     assert no_effect(load(argv[1]), "vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["worker.reward.reward_function=a.py:f", "worker.reward.functions={a: {function: 'b.py:f'}}"], "make that"),
+        (["worker.reward.functions={overall: {function: 'b.py:f'}}"], "called overall"),
+        (["worker.reward.functions={a: {function: 'b.py:f', only_for: [geo]}}"], "set worker.reward.route_by"),
+        (["worker.reward.functions={a: {funktion: 'b.py:f'}}"], "names, each to a mapping of function, kwargs, weig"),
+    ],
+)
+def test_reward_functions_that_contradict_each_other_are_refused(arguments: list[str], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_a_key_of_one_of_several_reward_functions_can_be_overridden() -> None:
+    config = load("worker.reward.functions={a: {function: 'b.py:f', weight: 2}}", "worker.reward.functions.a.weight=3")
+    assert config.worker.reward.functions["a"].weight == 3

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,16 @@ def test_resume_with_other_data_is_refused(processing: Processing, text_rows: st
     state = loader_of(processing, text_rows).state_dict()
     with pytest.raises(DataError, match="rows was 10, is 3"):
         loader_of(processing, f"{text_rows}@train[:3]").load_state_dict(state)
+
+
+def test_resume_with_as_many_other_rows_is_refused(processing: Processing, tmp_path: Path) -> None:
+    spec = write_lines(tmp_path / "rows.jsonl", picture_rows(tmp_path, 8))
+    (tmp_path / "2.jpg").rename(tmp_path / "away.jpg")
+    state = loader_of(processing, spec, image_dir=str(tmp_path)).state_dict()
+    (tmp_path / "away.jpg").rename(tmp_path / "2.jpg")
+    (tmp_path / "5.jpg").unlink()
+    with pytest.raises(DataError, match="usable was"):
+        loader_of(processing, spec, image_dir=str(tmp_path)).load_state_dict(state)
 
 
 def test_validation_is_one_pass_and_keeps_the_last_batch(processing: Processing, text_rows: str) -> None:
@@ -342,3 +354,22 @@ def test_the_most_images_of_a_prompt_are_known(processing: Processing, tmp_path:
     assert open_loader(config, processing, "train").most_images == 3
     config.data.val_files = write_lines(tmp_path / "val.jsonl", [{"prompt": "q", "answer": "a"}])
     assert open_loader(config, processing, "val").most_images == 0
+
+
+def test_nothing_but_the_batch_in_use_and_the_next_is_held(
+    processing: Processing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processing, "_feature_cache", FeatureCache())
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 10), shuffle=True), processing, "train")
+    refs: list[weakref.ref[Prompt]] = []
+    for _ in range(30):
+        prompts = loader.take(4)
+        for prompt in prompts:
+            processing.features(prompt)
+        finish_background()
+        refs += [weakref.ref(prompt) for prompt in prompts]
+    assert [ref() for ref in refs if ref() is not None] == prompts
+    assert len(loader._ahead) == 4
+    size = sum(value.nbytes for value in processing.features(prompts[0]).values())
+    gc.collect()
+    assert processing._feature_cache.used == 8 * size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -13,7 +14,7 @@ import numpy as np
 from foveal.data.ahead import start_ahead
 from foveal.data.images import PictureError
 from foveal.data.prompts import PromptBuilder
-from foveal.data.source import load_rows
+from foveal.data.source import open_rows
 from foveal.data.survey import report, survey
 from foveal.errors import DataError
 from foveal.track.console import note
@@ -40,20 +41,28 @@ class PromptLoader:
 
     Args:
         usable: numbers of the rows to take from.
-        most_images: how many pictures a prompt of these rows has at most.
+        most_images, most_videos: how many a prompt of these rows has at most.
 
     Attributes:
         skipped: reason by row number, of the rows left out since the loader was opened.
     """
 
     def __init__(
-        self, builder: PromptBuilder, usable: Sequence[int], split: Literal["train", "val"], *, most_images: int = 0
+        self,
+        builder: PromptBuilder,
+        usable: Sequence[int],
+        split: Literal["train", "val"],
+        *,
+        most_images: int = 0,
+        most_videos: int = 0,
     ) -> None:
         self.builder = builder
         self.split = split
         self.most_images = most_images
+        self.most_videos = most_videos
         self.skipped: dict[int, str] = {}
         self._usable = list(usable)
+        self._digest = f"{zlib.crc32(np.asarray(self._usable, dtype=np.int64).tobytes()):08x}"
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -99,7 +108,7 @@ class PromptLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as plain JSON."""
         data = self.builder.data
-        order = {"rows": len(self._usable), "shuffle": data.shuffle, "seed": data.seed}
+        order = {"rows": len(self._usable), "shuffle": data.shuffle, "seed": data.seed, "usable": self._digest}
         return {"epoch": self._epoch, "position": self._position, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,13 +119,15 @@ class PromptLoader:
         """
         now = self.state_dict()
         changed = [
-            f"{key} was {state[key]}, is {now[key]}" for key in ("rows", "shuffle", "seed") if state[key] != now[key]
+            f"{key} was {state[key]}, is {now[key]}"
+            for key in ("rows", "shuffle", "seed", "usable")
+            if state.get(key, now[key]) != now[key]
         ]
         if changed:
             raise DataError(
                 f"cannot resume in the middle of {self.builder.rows.source}: {'; '.join(changed)} (rows counts usable "
-                "ones). Resume with the data settings of the checkpoint, or begin the rows anew with "
-                "trainer.restart_data=true."
+                "ones, usable tells them apart). Resume with the data and settings of the checkpoint, or begin the "
+                "rows anew with trainer.restart_data=true."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
@@ -216,12 +227,12 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     spec = data.train_files if split == "train" else data.val_files
     if not spec:
         raise DataError(f"data.{split}_files is not set. Give a file, a folder or a hub id, as PATH_OR_HUB_ID@split.")
-    rows = load_rows(spec)
+    rows = open_rows(data, spec)
     builder = PromptBuilder(data, processing, rows)
     found = survey(builder, split)
-    for line in report(found, data, rows.source, len(rows), split):
+    for line in report(found, data, rows, split):
         note(line)
-    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images)
+    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images, most_videos=found.most_videos)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
     return loader
