@@ -92,7 +92,9 @@ def test_an_earlier_export_survives_a_later_damage(actor: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("files", 3, "foveal.json is damaged (TypeError: files is a int)"),
+        ("files", 3, "foveal.json is damaged (AttributeError"),
+        ("files", {"__0_0.distcp": "3"}, "foveal.json is damaged (TypeError: format, sizes and checksums"),
+        ("format", "1", "foveal.json is damaged (TypeError: format, sizes and checksums"),
         ("model_class", "pipeline", "has no model pipeline"),
         ("source_dtype", "float8_e4m3fn", "float8_e4m3fn, not a type that weights are saved in"),
     ],
