@@ -45,6 +45,15 @@ def test_truncated_shard(actor: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "__0_0.distcp has" in merge(actor, capsys)
 
 
+def test_the_model_that_training_started_from_is_never_written_over(
+    saved: Path, actor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved.parent / "model"
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    assert "training started from" in merge(actor, capsys, "--target", str(source))
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "foveal.json", "huggingface/config.json"])
 def test_missing_file(actor: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (actor / name).unlink()
