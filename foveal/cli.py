@@ -43,8 +43,8 @@ _EVAL_HELP = """\
 usage: foveal eval MODEL [config=FILE] [KEY=VALUE …]
 
 Scores MODEL on data.val_files with worker.reward.reward_function, with the metrics and sample files of a training run.
-MODEL is a Hugging Face folder, a hub id, or a checkpoint (…/global_step_N). Files go to the folder `eval`
-in trainer.save_checkpoint_path.
+MODEL is a Hugging Face folder, a hub id, a checkpoint (…/global_step_N), or `latest` or `best` of the run that the
+configuration names. Files go to the folder `eval` in trainer.save_checkpoint_path.
 """
 
 _CHECK_HELP = """\

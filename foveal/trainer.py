@@ -117,28 +117,31 @@ class Trainer:
         """
         with self.signals:
             try:
-                self._run()
-                self.checkpoints.wait()
-                return 0
-            except Stopped as stop:
-                self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
-                return 128 + stop.signum
-            except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
-                try:
-                    if not self._is_saved():
-                        self._save_after(type(error).__name__)
-                except (
-                    CheckpointError,
-                    OSError,
-                    RuntimeError,
-                ) as failure:  # with the engine the whole device may be gone
-                    console.warn(f"step {self.step} could not be saved: {failure}")
-                raise
+                return self._run_and_save()
             except KeyboardInterrupt:
                 self.checkpoints.abandon()
                 raise
             finally:
                 self.close()
+
+    def _run_and_save(self) -> int:
+        """As `fit`, up to the last save."""
+        try:
+            self._run()
+            self.checkpoints.wait()
+            return 0
+        except Stopped as stop:
+            name = signal.Signals(stop.signum).name
+            console.note(f"{name}: stopping once step {self.step} is saved (a second one stops at once)")
+            self._save_after(name)
+            return 128 + stop.signum
+        except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
+            try:
+                if not self._is_saved():
+                    self._save_after(type(error).__name__)
+            except (CheckpointError, OSError, RuntimeError) as failure:  # with the engine the whole device may be gone
+                console.warn(f"step {self.step} could not be saved: {failure}")
+            raise
 
     def _run(self) -> None:
         trainer = self.config.trainer

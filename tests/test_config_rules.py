@@ -142,12 +142,14 @@ def test_what_adapters_leave_without_effect() -> None:
     lora = "worker.actor.model.lora"
     given = load(*keys, f"{lora}.rank=8", f"{lora}.alpha=16")
     assert no_effect(given, "vllm") == [
-        "no effect here: worker.ref.fsdp.torch_dtype (with LoRA the reference is the actor's model without its "
-        "adapters)"
+        "no effect here: worker.ref.fsdp.torch_dtype (with LoRA the reference is the actor's own model as it "
+        "was at the start)"
     ]
     assert remarks(given) == []  # about rounded steps
     lines = no_effect(load(f"{lora}.alpha=16", f"{lora}.exclude_modules=.*visual.*"), "vllm")
     assert lines == [f"no effect here: {lora}.alpha ({lora}.rank is 0)"]
+    (line,) = no_effect(load(f"{lora}.adapter_path=adapter", f"{lora}.target_modules=[q_proj]"), "vllm")
+    assert line.startswith(f"no effect here: {lora}.target_modules (the adapter's own layers")
 
 
 def test_keys_of_vllm_have_their_effect_on_vllm() -> None:

@@ -14,6 +14,7 @@ from foveal.algorithm import KLController
 from foveal.config import load_config
 from foveal.config.schema_worker import POLICY_LOSSES
 from foveal.models.loading import load_model
+from foveal.models.vision import vision_tower
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.credit import assign_credit, needs_old_logprobs
 from foveal.train.layout import PromptLayouts
@@ -179,6 +180,21 @@ def test_a_batch_with_every_answer_left_out_is_skipped(folder: Path) -> None:
             response.role = "left_out"
     metrics = policy.update(groups, step=1, total_steps=1, kl_coef=0.5)
     assert metrics["actor/empty_steps"] == 1
+
+
+def test_a_vision_tower_alone_learns_from_answers_to_pictures_only(folder: Path) -> None:
+    policy = make_policy(folder, budget=20)  # most micro-batches hold text alone
+    for parameter in policy.model.parameters():
+        parameter.requires_grad_(False)
+    trained = list(vision_tower(policy.model).parameters())  # type: ignore[union-attr]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    policy.optimizer = torch.optim.SGD(trained, lr=0.1)
+    groups = prepared_groups(policy)
+    before = [parameter.clone() for parameter in trained]
+    metrics = policy.update(groups[1::2], 1, 10, 0.5)
+    assert metrics["actor/grad_norm"] == 0 and all(map(torch.equal, trained, before))
+    assert policy.update(groups, 1, 10, 0.5)["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

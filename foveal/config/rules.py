@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from foveal.config.keys import known_keys
@@ -21,7 +23,7 @@ class BrokenRule:
 
 def broken_rules(config: Config) -> list[BrokenRule]:
     """All rules between keys that the configuration breaks; those of training only where something is trained."""
-    rules = [_data, _reward, _algorithm, _engine_limits, _val_sampling]
+    rules = [_data, _reward, _algorithm, _engine_limits, _val_sampling, _module_patterns]
     if not config.trainer.val_only:
         rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong, _optimizers, _all_frozen]
     return [broken for rule in rules for broken in rule(config)]
@@ -151,11 +153,14 @@ def _no_effect_of_training(config: Config) -> Iterator[tuple[str, tuple[str, ...
         for part in ("vision", "projector"):
             if part in config.value(f"{role}.model").frozen_parts:
                 yield f"{role}.model: the {part} part is frozen", (f"{role}.optim.lr_{part}",)
-        if not config.value(f"{role}.model.lora.rank"):
+        if config.value(f"{role}.model.lora.adapter_path"):
+            reason = "the adapter's own layers are trained; those of frozen parts are not"
+            yield reason, (f"{role}.model.lora.target_modules", f"{role}.model.lora.exclude_modules")
+        elif not config.value(f"{role}.model.lora.rank"):
             names = ("alpha", "target_modules")  # not exclude_modules, which EasyR1's own file sets in every run
             yield f"{role}.model.lora.rank is 0", tuple(f"{role}.model.lora.{name}" for name in names)
     if config.worker.actor.model.lora.rank:
-        reason = "with LoRA the reference is the actor's model without its adapters"
+        reason = "with LoRA the reference is the actor's own model as it was at the start"
         yield reason, ("worker.ref.fsdp.torch_dtype", "worker.ref.offload.offload_params")
 
 
@@ -286,6 +291,19 @@ def _overlong(config: Config) -> Iterator[BrokenRule]:
             f"worker.reward.overlong_buffer: {buffer} is above data.max_response_length ({longest}); "
             "every answer would be punished; lower it to that at most",
         )
+
+
+def _module_patterns(config: Config) -> Iterator[BrokenRule]:
+    for role, name in product(("actor", "critic"), ("target", "exclude")):
+        key = f"worker.{role}.model.lora.{name}_modules"
+        value = config.value(key)
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                yield BrokenRule(
+                    (key,), f"{key}: {value} given, which is no regular expression ({error}); or give a list of names"
+                )
 
 
 def _optimizers(config: Config) -> Iterator[BrokenRule]:

@@ -69,7 +69,8 @@ def optimizer_step(
             if peers:
                 peers.before_backward(last=number == len(micro_batches))
             loss, counted = loss_of(packer.build(parts), tokens, answers)
-            loss.backward()
+            if loss.requires_grad:  # not where the vision tower alone is trained, and no answer is to a picture
+                loss.backward()
             for name, value in counted.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
         return sums
