@@ -43,13 +43,14 @@ class Looked:
 
     Attributes:
         usable: rows that a run would take.
-        shown: prompts for the page and the terminal.
+        lines: the account.
+        builder: of its prompts; None where the source cannot be read.
     """
 
-    findings: list[Finding] = field(default_factory=list)
-    usable: int = 0
+    findings: list[Finding]
+    usable: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    shown: list[Shown] = field(default_factory=list)
+    builder: PromptBuilder | None = None
 
 
 def check_data(
@@ -78,9 +79,9 @@ def check_data(
         for spec in [sources] if isinstance(sources, str) else sources or []:
             source, weight = split_weight(spec)
             looked = _look_at_source(config, processing, source, split, seen, trained, rows)
-            usable += looked.usable * weight
+            shown += _show(looked, ON_PAGE if page is not None else IN_TERMINAL)
+            usable += len(looked.usable) * weight
             findings += looked.findings
-            shown += looked.shown
             lines += looked.lines
             for line in looked.lines:
                 say(line)
@@ -131,7 +132,7 @@ def _look_at_source(
         lines.append(
             f"  pictures of {len(decoded)} of {len(with_media)} rows decoded; --rows {len(with_media)}: of all"
         )
-    return Looked(findings, len(usable), lines, _show(builder, usable, findings))
+    return Looked(findings, usable, lines, builder)
 
 
 def _look_inside(
@@ -258,14 +259,15 @@ def _statistics(config: Config, lengths: Lengths, usable: list[int], pictures: P
     )
 
 
-def _show(builder: PromptBuilder, usable: list[int], findings: list[Finding]) -> list[Shown]:
+def _show(looked: Looked, most: int) -> list[Shown]:
+    """Rows with a fault, and as many without."""
     faults: dict[int, list[tuple[str, str]]] = {}
-    for finding in findings:
+    for finding in looked.findings:
         for row in finding.rows:
             faults.setdefault(row, []).append((finding.level, finding.text))
-    sound = [row for row in usable if row not in faults]
-    rows = [*sorted(faults)[:ON_PAGE], *_spread(sound, ON_PAGE)]
-    return [show(builder, row, faults.get(row, [])) for row in rows]
+    sound = [row for row in looked.usable if row not in faults]
+    rows = [*sorted(faults)[:most], *_spread(sound, most)]
+    return [show(looked.builder, row, faults.get(row, [])) for row in rows] if looked.builder is not None else []
 
 
 def _spread(rows: list[int], most: int) -> list[int]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from foveal.check.asked import ANSWER_KEY, Asked
 
-ONE_LINE = "A first look at the question shows 2 parts, and each of them is worked out by itself."
 LINES = (
     "A first look at the question shows 2 parts.\n"
     "Each of them is worked out by itself, the first before the second.\n\n"
     "Put together they give the result."
 )
+ONE_LINE = " ".join(LINES.split())
+"""As long as `LINES`, so that a reward that looks at lengths treats them alike."""
 
 Write = Callable[[str], str]
 

@@ -1,83 +1,85 @@
-"""`foveal check --generate N`: what the model answers to a few prompts now, and what the reward function gives it."""
+"""`foveal check --generate N`: a few real answers, sampled and scored as the run would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from foveal.check.findings import Finding
+from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
 from foveal.preflight import check_runnable, open_processing
 from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import generate_and_score, training_sampling
-from foveal.track import console
-from foveal.types import Group, Response
+from foveal.types import Group
 
-CHARACTERS = 400
-SUBJECT = "answers of the model"
+SHOWN = 3
+LONGEST = 600
+SUBJECT = "sampled answers"
 
 
-def check_generated(config: Config, count: int, say: Callable[[str], None] = console.note) -> list[Finding]:
-    """Lets the model answer the first `count` training prompts, `worker.rollout.n` times each, and scores the answers.
+def check_generated(config: Config, prompts: int, say: Callable[[str], None]) -> list[Finding]:
+    """Samples `worker.rollout.n` answers to each of the first training prompts, in the order of the first epoch.
 
     Args:
-        say: takes an answer of each prompt with its scores, and their mean.
+        prompts: how many, at most.
+        say: takes the scores, and a few answers in full.
 
     Raises:
-        FovealError: anything a run would raise before its first step.
+        FovealError: anything the user can cure, a reward function that fails among it.
     """
-    from foveal.cluster.group import start_workers
-
     check_runnable(config)
     processing = open_processing(config)
     loader = open_loader(config, processing, "train")
-    prompts = loader.take(min(count, len(loader)))
-    with RewardRunner(config.worker.reward, "train", processing.tokenizer) as rewards, ExitStack() as held:
+    with ExitStack() as held:
+        rewards = held.enter_context(RewardRunner(config.worker.reward, "train", processing.tokenizer))
         workers = start_workers(config, processing, train=False, images=loader.most_images)
         held.callback(workers.close)
-        with console.phase("answers", len(prompts)) as advance:
-            groups, _ = generate_and_score(prompts, training_sampling(config), workers, rewards, {}, advance)
-    for group in groups:
-        say(_told(group))
-    answers = [response for group in groups for response in group.responses if response.rewards]
-    if answers:
-        mean = sum(response.rewards["overall"] for response in answers) / len(answers)
-        say(f"{len(answers)} answers of the model: mean reward {mean:.3f}")
-    return _judge(config, groups, answers)
+        taken = loader.take(min(prompts, len(loader)))
+        groups, _ = generate_and_score(taken, training_sampling(config), workers, rewards, {}, lambda n: None)
+    _show(groups, say)
+    return judge_answers(groups, config.data.max_response_length)
 
 
-def _judge(config: Config, groups: Sequence[Group], answers: Sequence[Response]) -> list[Finding]:
+def _show(groups: list[Group], say: Callable[[str], None]) -> None:
+    for group in groups[:SHOWN]:
+        scores = ", ".join(f"{r.rewards['overall']:g}" for r in group.responses if "overall" in r.rewards)
+        text = group.responses[0].text
+        shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        say(
+            f"row {group.prompt.row_index}: scores {scores or 'none'}; ground truth {group.prompt.answer!r}; "
+            f"the first answer:\n{shown}"
+        )
+
+
+def judge_answers(groups: list[Group], limit: int) -> list[Finding]:
+    """What the scores of sampled answers say of the first steps of a run.
+
+    Args:
+        limit: `data.max_response_length`.
+    """
+    answers = [response for group in groups for response in group.trained]
+    scores = [one.rewards["overall"] for one in answers if "overall" in one.rewards]
+    if not scores:
+        text = "no score is a finite number"
+        return [Finding("error", "reward function", text, "See what it returns for the answers above")]
     findings = []
-    scores = {response.rewards["overall"] for response in answers}
-    if len(answers) > 1 and len(scores) == 1:
-        findings.append(
-            Finding(
-                "warning",
-                SUBJECT,
-                f"all {len(answers)} answers get {scores.pop():g}: while that is so, nothing is learned",
-                "Read the answers above: an easier task, a format prompt that shows the form, or part of the reward "
-                "for a part of the way would make them differ",
-            )
+    cut = sum(one.finish_reason == "length" for one in answers)
+    if cut > 0.5 * len(answers):
+        text = f"{cut} of {len(answers)} answers were cut off at {limit} tokens"
+        findings.append(Finding("warning", "data.max_response_length", text, "Raise it, or ask for shorter answers"))
+    flat = sum(len({r.rewards.get("overall") for r in group.trained}) == 1 for group in groups)
+    if max(scores) - min(scores) < 1e-6:
+        text = f"all {len(scores)} answers score {scores[0]:g}: nothing would be learned from them"
+        cure = (
+            "See whether the answers above have the asked form; if so, the task is too easy or too hard for the model"
         )
-    cut = [response for group in groups for response in group.responses if response.finish_reason == "length"]
-    total = sum(len(group.responses) for group in groups)
-    if len(cut) > total / 2:
-        findings.append(
-            Finding(
-                "warning",
-                SUBJECT,
-                f"{len(cut)} of {total} answers are cut at data.max_response_length={config.data.max_response_length}",
-                "Raise data.max_response_length, or ask for shorter answers in the format prompt",
-            )
-        )
-    return findings
-
-
-def _told(group: Group) -> str:
-    """The first answer, the truth, and the scores of all answers."""
-    text = group.responses[0].text
-    text = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
-    lines = "\n".join(f"  | {line}" for line in text.splitlines() or [""])
-    scores = ", ".join(f"{response.rewards.get('overall', float('nan')):g}" for response in group.responses)
-    return f"\nrow {group.prompt.row_index}, answered:\n{lines}\n  truth: {group.prompt.answer}\n  rewards: {scores}"
+        findings.append(Finding("warning", SUBJECT, text, cure))
+    elif flat > 0.8 * len(groups) and len(answers) > len(groups):
+        text = f"in {flat} of {len(groups)} groups all answers have the same score: such groups teach nothing"
+        cure = "Raise worker.rollout.n or worker.rollout.temperature, or take harder or easier rows"
+        findings.append(Finding("note", SUBJECT, text, cure))
+    mean = sum(scores) / len(scores)
+    text = f"{len(scores)} answers to {len(groups)} prompts: mean score {mean:.3f}, {min(scores):g} to {max(scores):g}"
+    return [*findings, Finding("note", SUBJECT, text, "Nothing to do")]

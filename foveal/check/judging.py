@@ -160,11 +160,7 @@ def _needed_form(scored: Scored) -> Finding | None:
             for place, _, _ in scored.kept
             if any(form.name == name and form.needed for form in scored.cases[place].forms())
         ]
-        low = []
-        for place, right, wrong in scored.kept:
-            own = scored.right(place, name)
-            if place in having and own is not None and own < right - PART * (right - wrong):
-                low.append(place)
+        low = [place for place, _, wrong in scored.kept if place in having and _loses(scored, place, name, wrong)]
         if len(low) >= max(0.3 * len(having), 1):
             mean = sum(scored.right(place, name) or 0 for place in low) / len(low)
             best = sum(scored.right(place, scored.best) or 0 for place in low) / len(low)
@@ -177,6 +173,17 @@ def _needed_form(scored: Scored) -> Finding | None:
                 "Let the pattern take line breaks and blanks (re.DOTALL, \\s*), or show the exact form in the prompt",
             )
     return None
+
+
+def _loses(scored: Scored, place: int, name: str, wrong: float) -> bool:
+    """Whether a right answer in this form gets less than in another of about the same length, or nothing at all."""
+    own = scored.right(place, name)
+    if own is None or not scored.told(place, name):
+        return True
+    written = {form.name: len(form.write(scored.cases[place].contents[0])) for form in scored.cases[place].forms()}
+    alike = [form for form, length in written.items() if abs(length - written[name]) < 0.2 * written[name]]
+    best = max(scored.right(place, form) or own for form in alike)
+    return own < best - PART * (best - wrong)
 
 
 def _better_elsewhere(scored: Scored) -> Finding | None:

@@ -15,6 +15,7 @@ from foveal.check.scoring import TIME_LIMIT, Scorer
 from foveal.check.tries import Case, Try, add_wrong_answers, all_tries, few_tries, make_case, plain_tries
 from foveal.check.truths import given_away, odd_truths, outside_pictures
 from foveal.config import Config
+from foveal.data.processing import Processing
 from foveal.data.prompts import Draft, PromptBuilder
 from foveal.data.source import open_rows
 from foveal.errors import DataError, FovealError, RewardError
@@ -43,11 +44,16 @@ def check_reward(config: Config, rows: int = 1000, say: Callable[[str], None] = 
     Raises:
         ModelError: the model has no processor, or its family is not known.
     """
+    processing = open_processing(config)
+
+    def count(text: str) -> int:
+        return len(processing.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     try:
-        cases = open_cases(config, rows)
-        if not cases:
-            return []
-        return in_order([*_of_lengths(config, cases), *_of_kwargs(config), *_try_out(config, cases, say)])
+        cases = open_cases(config, processing, rows)
+        special = processing.tokenizer.all_special_tokens if config.worker.reward.skip_special_tokens else []
+        findings = [*_of_lengths(config, cases, count), *_of_kwargs(config), *_special_marks(special, cases)]
+        return in_order([*findings, *_try_out(config, cases, special, count, say)])
     except DataError as error:
         text, _, cure = str(error).partition(". ")
         return [Finding("error", "data.train_files", text, cure or "Correct it")]
@@ -55,15 +61,13 @@ def check_reward(config: Config, rows: int = 1000, say: Callable[[str], None] = 
         return [Finding("error", SUBJECT, f"cannot be used: {error}", "Correct worker.reward or the function's file")]
 
 
-def open_cases(config: Config, rows: int) -> list[Case]:
+def open_cases(config: Config, processing: Processing, rows: int) -> list[Case]:
     """Up to `rows` rows, evenly spread, with what is right and wrong there; rows that have no prompt are left out.
 
     Raises:
         DataError: there are no such rows; or a prompt cannot be made of any.
-        ModelError: as `open_processing`.
     """
     assert config.data.train_files is not None
-    processing = open_processing(config)
     builder = PromptBuilder(config.data, processing, open_rows(config.data, config.data.train_files))
     total = len(builder.rows)
     picked = range(total) if total <= rows else [number * total // rows for number in range(rows)]
@@ -109,15 +113,11 @@ def _last_text(messages: Any) -> str:
     return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
 
 
-def _try_out(config: Config, cases: list[Case], say: Callable[[str], None]) -> list[Finding]:
-    tokenizer = open_processing(config).tokenizer
+def _try_out(
+    config: Config, cases: list[Case], special: Sequence[str], count: Callable[[str], int], say: Callable[[str], None]
+) -> list[Finding]:
     limit = config.data.max_response_length
-    special = [str(token) for token in tokenizer.all_special_tokens] if config.worker.reward.skip_special_tokens else []
-    findings = [*_special_marks(special, cases), *odd_truths(cases, config.data.answer_key)]
-    findings += [*given_away(cases), *outside_pictures(cases)]
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    findings = [*odd_truths(cases, config.data.answer_key), *given_away(cases), *outside_pictures(cases)]
 
     def seen(tries: Iterator[Try]) -> list[Try]:
         """As the reward function sees them, special tokens taken out."""
@@ -264,16 +264,15 @@ def _slow(scorer: Scorer, timed: Sequence[Try], config: Config) -> list[Finding]
     return [Finding("warning", SUBJECT, text, cure)]
 
 
-def _of_lengths(config: Config, cases: Sequence[Case]) -> list[Finding]:
+def _of_lengths(config: Config, cases: Sequence[Case], count: Callable[[str], int]) -> list[Finding]:
     """Whether the asked form fits into the limit of the answer."""
-    tokenizer = open_processing(config).tokenizer
     limit = config.data.max_response_length
     most = 0
     for case in cases[:FULLY]:
         for form in case.forms()[:1]:
             for content in case.contents[:1]:
                 text = form.write(content)
-                most = max(most, min(len(tokenizer(text, add_special_tokens=False)["input_ids"]), len(text) // 3))
+                most = max(most, min(count(text), len(text) // 3))
     reasons = any(case.asked.reasons for case in cases)
     if most <= limit and not (reasons and limit < MIN_REASONING):
         return []
