@@ -111,6 +111,6 @@ def _chat_template(config: Config) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: a `~name` without a home
         raise ConfigError(f"data.override_chat_template: cannot read {path!r} ({error}); give a Jinja file.") from error

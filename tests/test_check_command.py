@@ -45,6 +45,15 @@ def test_a_broken_set_is_exit_status_1_and_its_rows_are_named(
     assert "row 8 of" in (tmp_path / "page.html").read_text()
 
 
+def test_a_source_that_cannot_be_read_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = arguments(tmp_path)
+    (tmp_path / "data" / "rows.jsonl").write_text("no json\n")
+    assert main(["check", *overrides]) == 1
+    out = capsys.readouterr().out
+    assert out.count("is not valid JSON") == 1
+    assert "foveal check: 1 error, 0 warnings" in out
+
+
 def test_a_sound_set_is_exit_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments(tmp_path)]) == 0
     out = capsys.readouterr().out

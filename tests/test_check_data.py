@@ -127,6 +127,22 @@ def test_a_source_that_cannot_be_read_does_not_hide_the_others(model: Path, tmp_
     assert "none.jsonl" in finding.text and finding.level == "error"
 
 
+def test_of_several_sources_the_one_with_the_fault_is_named(model: Path, tmp_path: Path) -> None:
+    good = write_lines(tmp_path / "good.jsonl", [{"prompt": f"q{n}", "answer": "a"} for n in range(4)])
+    long = write_lines(tmp_path / "long.jsonl", [{"prompt": "q" * 600, "answer": "a"}])
+    [finding] = check_data(config_of(model, f"[{good},{long}]"), say=quiet)
+    assert (finding.subject, finding.rows) == (f"data.train_files ({long})", (0,))
+
+
+def test_videos_are_counted(model: Path, tmp_path: Path) -> None:
+    picture_rows(tmp_path, 2)
+    rows = [{"prompt": f"<video>{n}", "answer": "a", "videos": [["0.jpg", "1.jpg"]]} for n in range(4)]
+    lines: list[str] = []
+    config = config_of(model, write_lines(tmp_path / "rows.jsonl", rows), f"data.image_dir={tmp_path}")
+    assert check_data(config, say=lines.append) == []
+    assert "  videos: 4 in 4 rows, at most 1 in one" in lines
+
+
 def test_only_so_many_rows_are_decoded_as_were_asked_for(model: Path, tmp_path: Path) -> None:
     rows = write_lines(tmp_path / "rows.jsonl", picture_rows(tmp_path, 8))
     for number in (4, 5):

@@ -130,6 +130,30 @@ def test_a_key_that_does_not_fit_is_named(keys: list[str], subject: str, tmp_pat
     assert subject in {finding.subject for finding in check(tmp_path, model, reward, *keys, rows=rows)}
 
 
+MANY = [{"problem": f"What is {n} + {3 * n + 2}?", "answer": str(4 * n + 2)} for n in range(5, 205)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (EQUAL, None),
+        ("def compute_score(x): return float(x['response'].endswith('{' + x['ground_truth'] + '}'))", "boxed"),
+        (
+            "def compute_score(x):\n    formed = re.fullmatch('<think>.*</think>[ \\n]*<answer>.*>', x['response'])\n"
+            "    return 0.5 * bool(formed) + 0.5 * (get(x['response']) == x['ground_truth'])",
+            "re.DOTALL",
+        ),
+        (
+            "def compute_score(x): return float(get(x['response']) == x['ground_truth']) - len(x['response']) / 512",
+            "half of data.max_response_length",
+        ),
+    ],
+)
+def test_rows_beyond_those_on_which_all_is_tried(reward: str, said: str | None, tmp_path: Path, model: Path) -> None:
+    findings = check(tmp_path, model, reward, rows=MANY)
+    assert any(said in f"{finding.text} {finding.cure}" for finding in findings) if said else not findings
+
+
 def test_a_prompt_that_gives_the_answer_away_is_found(tmp_path: Path, model: Path) -> None:
     findings = check(tmp_path, model, EQUAL, prompt=THINK + " It is {{ answer }}.")
     assert [finding.subject for finding in findings] == ["data.format_prompt"]
@@ -214,3 +238,22 @@ def test_what_a_prompt_asks_for(text: str, described: str, kind: str) -> None:
 )
 def test_how_a_truth_is_written_where_the_prompt_wants_it(truth: Any, prompt: str, question: str, first: str) -> None:
     assert contents(truth, read_asked(f"{question}\n{prompt}", question), question, {})[0] == first
+
+
+def counts(split: str, folder: Path, model: Path) -> tuple[int, int]:
+    """(faults that are found, sound set-ups that raise an alarm) of a half of the set."""
+    found = alarms = 0
+    for case in cases(split):
+        home = folder / case.id
+        home.mkdir()
+        findings = check_case(case, home, model)
+        found += bool(findings) and not case.sound
+        alarms += bool(findings) and case.sound
+    return found, alarms
+
+
+@pytest.mark.slow
+def test_count_on_the_half_that_was_held_out(tmp_path: Path, model: Path) -> None:
+    found, alarms = counts("held_out", tmp_path, model)  # 19 of 20 and 0 of 10 when it was counted, and no tuning since
+    assert found >= 19
+    assert alarms == 0

@@ -89,3 +89,25 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(download, "ATTEMPTS", 1)
     with pytest.raises(DataError, match=r"cannot download http://127\.0\.0\.1:9/a\.png"):
         fetch("http://127.0.0.1:9/a.png")
+
+
+def test_spaces_and_other_letters_in_an_address_are_encoded(served: Path) -> None:
+    (served / "%E5%9B%BE%201.png").write_bytes(PICTURE)
+    with hub_of(served) as server:
+        assert fetch(f"{server.url}/files/图 1.png").read_bytes() == PICTURE
+        assert server.asked == ["/files/%E5%9B%BE%201.png"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:port/a.png", "http://[::1/a.png"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(DataError, match=r"cannot download http://"):
+        fetch(address)
+
+
+def test_failed_downloads_leave_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(DataError):
+            fetch("http://127.0.0.1:9/a.png")
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 
 from foveal.data import images
 from foveal.data.images import PictureError, decode_image, locate, media_values, picture_size, to_media
+from foveal.data.video import locate_video
 from foveal.errors import DataError
 from tests.data_support import encoded, noise
 
@@ -51,6 +52,13 @@ def test_pil_picture_keeps_its_pixels() -> None:
 def test_missing_file_names_row_and_path(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match=r"row 3, image 1: there is no file .*gone\.png"):
         locate("gone.png", str(tmp_path), "row 3, image 1")
+
+
+@pytest.mark.parametrize("noun", ["picture", "video"])
+def test_a_name_that_begins_like_a_home_folder_is_a_name(noun: str) -> None:
+    find = locate if noun == "picture" else locate_video
+    with pytest.raises(PictureError, match=r"row 3.*there is no file ~nobody-has-this-name\.bin"):
+        find("~nobody-has-this-name.bin", None, "row 3")
 
 
 def test_web_address_is_refused() -> None:

@@ -148,3 +148,9 @@ def test_registry_entries_mix_with_a_part_and_a_weight(registry: Path) -> None:
 def test_a_registry_entry_that_cannot_be_read_is_named(registry: Path, entry: str, fault: str) -> None:
     with pytest.raises(DataError, match=fault):
         open_rows(DataConfig(), f"{registry}{entry}")
+
+
+def test_a_registry_that_is_a_list_has_no_entries(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('[{"file_name": "a.json"}]')
+    with pytest.raises(DataError, match="no entry 'a'"):
+        open_rows(DataConfig(), f"{tmp_path / 'dataset_info.json'}:a")

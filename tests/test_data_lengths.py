@@ -121,6 +121,15 @@ def test_everything_that_decides_lengths_decides_the_file(model: Path, processin
     assert path(seed=5, rollout_batch_size=3, max_prompt_length=9) == path()
 
 
+def test_a_format_prompt_in_the_home_folder(
+    processing: Processing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "f.jinja").write_text("{{ content }} Go.")
+    rows_in(tmp_path)
+    assert len(survey(builder_in(processing, tmp_path, format_prompt="~/f.jinja"), "train").usable) == 6
+
+
 def test_the_same_model_at_another_place_is_the_same(model: Path, processing: Processing, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     assert load_processing(str(copy), min_pixels=3136, max_pixels=200_704).identity() == processing.identity()

@@ -63,7 +63,11 @@ def check(config: Config, rows: int, generate: int, page: Path | None) -> int:
     findings = [_of_line(line) for line in missing(config)]
     findings += check_data(config, rows, page)
     if not missing(config):
-        findings += check_reward(config, rows, console.note)
+        told = [finding.text for finding in findings]
+        for one in check_reward(config, rows, console.note):
+            # Where no row can be used, trying the reward ends with what the data has been blamed for.
+            if not any(text.startswith(one.text.removesuffix(".")) for text in told):
+                findings.append(one)
     if generate and not exit_code(findings):
         from foveal.check.generated import check_generated
 

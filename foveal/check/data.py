@@ -16,6 +16,7 @@ from foveal.check.page import Shown, show, write_page
 from foveal.check.pictures import PictureCheck
 from foveal.check.rows import Seen, TextCheck
 from foveal.config import Config
+from foveal.config.schema_data import DataConfig
 from foveal.data.images import PictureError
 from foveal.data.length_cache import Lengths
 from foveal.data.processing import Processing
@@ -99,7 +100,7 @@ def _look_at_source(
     config: Config, processing: Processing, source: str, split: str, seen: Seen, trained: Seen, rows: int
 ) -> Looked:
     data = config.data
-    subject = f"data.{split}_files"
+    subject = _subject(data, source, split)
     try:
         builder = PromptBuilder(data, processing, open_rows(data, source))
     except DataError as error:
@@ -133,6 +134,12 @@ def _look_at_source(
             f"  pictures of {len(decoded)} of {len(with_media)} rows decoded; --rows {len(with_media)}: of all"
         )
     return Looked(findings, usable, lines, builder)
+
+
+def _subject(data: DataConfig, source: str, split: str) -> str:
+    """The key, and where it names several sources, which one: rows are counted in each from 0."""
+    sources = data.train_files if split == "train" else data.val_files
+    return f"data.{split}_files" if isinstance(sources, str) or not sources[1:] else f"data.{split}_files ({source})"
 
 
 def _look_inside(
@@ -243,11 +250,13 @@ def _looks_like_picture(value: object) -> bool:
 def _statistics(config: Config, lengths: Lengths, usable: list[int], pictures: PictureCheck) -> Iterable[str]:
     if not usable:
         return
-    tokens, images = lengths.tokens[usable], lengths.images[usable]
+    tokens, images, videos = lengths.tokens[usable], lengths.images[usable], lengths.videos[usable]
     yield (
         f"  tokens of a prompt: median {np.median(tokens):.0f}, 95 % up to {np.quantile(tokens, 0.95):.0f}, "
         f"longest {tokens.max()} (data.max_prompt_length={config.data.max_prompt_length})"
     )
+    if videos.any():
+        yield f"  videos: {videos.sum()} in {np.count_nonzero(videos)} rows, at most {videos.max()} in one"
     if not images.any():
         return
     sizes = np.array(pictures.sizes)

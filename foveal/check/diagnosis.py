@@ -62,7 +62,7 @@ def _reaching(scored: Scored) -> str:
     if not found:
         return ""
     name, count = found.most_common(1)[0]
-    return name if count >= 0.3 * len(scored.lost) else ""
+    return name if count >= 0.3 * sum(scored.tried(place) for place in scored.lost) else ""
 
 
 def truth_cure(case: Case) -> str:

@@ -94,6 +94,15 @@ class Scored:
             if self.told(place, self.best)
         ]
 
+    @cached_property
+    def fully(self) -> list[tuple[int, float, float]]:
+        """Those of `kept` on which everything was tried, not a right answer and a wrong one alone."""
+        return [one for one in self.kept if self.tried(one[0])]
+
+    def tried(self, place: int) -> bool:
+        """Whether everything was tried on a row."""
+        return any(one.kind == "empty" for one in self.by_case[place])
+
     def rows(self, places: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.cases[place].prompt.row_index for place in places)
 
@@ -157,10 +166,10 @@ def _needed_form(scored: Scored) -> Finding | None:
     for name in scored.forms:
         having = [
             place
-            for place, _, _ in scored.kept
+            for place, _, _ in scored.fully
             if any(form.name == name and form.needed for form in scored.cases[place].forms())
         ]
-        low = [place for place, _, wrong in scored.kept if place in having and _loses(scored, place, name, wrong)]
+        low = [place for place, _, wrong in scored.fully if place in having and _loses(scored, place, name, wrong)]
         if len(low) >= max(0.3 * len(having), 1):
             mean = sum(scored.right(place, name) or 0 for place in low) / len(low)
             best = sum(scored.right(place, scored.best) or 0 for place in low) / len(low)
@@ -190,7 +199,7 @@ def _better_elsewhere(scored: Scored) -> Finding | None:
     """A form that the prompt does not ask for and that scores higher."""
     better: Counter[str] = Counter()
     rows = 0
-    for place, right, wrong in scored.kept:
+    for place, right, wrong in scored.fully:
         best = max(scored.right(place, form) or right for form in scored.forms)
         higher = {
             one.form
@@ -203,10 +212,10 @@ def _better_elsewhere(scored: Scored) -> Finding | None:
         }
         rows += bool(higher)
         better.update(higher)
-    if not better or rows < 0.5 * len(scored.kept):
+    if not better or rows < 0.5 * len(scored.fully):
         return None
     form = better.most_common(1)[0][0]
-    place = scored.kept[0][0]
+    place = scored.fully[0][0]
     high = max(one.score or 0 for one in scored.by_case[place] if one.form == form)
     return Finding(
         "warning",
@@ -282,10 +291,10 @@ def _has_place(scored: Scored) -> bool:
 def _long(scored: Scored) -> Finding | None:
     low = [
         place
-        for place, _, wrong in scored.kept
+        for place, _, wrong in scored.fully
         if (given := scored.scores(place, "long")) and max(given) <= wrong + LEAST
     ]
-    if not low or len(low) < 0.5 * len(scored.kept):
+    if not low or len(low) < 0.5 * len(scored.fully):
         return None
     one = scored.of_kind("long")
     return Finding(

@@ -9,9 +9,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import TypeGuard
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 from foveal import __version__
 from foveal.data.cache import cache_folder
@@ -21,6 +22,8 @@ TIMEOUT = 30.0
 """Seconds without an answer, or without another byte, after which a server is given up."""
 ATTEMPTS = 3
 CHUNK = 1 << 20
+ALLOWED = "%/:=&?~#+!$,;'@()*[]"
+"""Characters of an address, beside letters and digits, that are sent as they are; others are percent-encoded."""
 
 
 def is_url(value: object) -> TypeGuard[str]:
@@ -38,15 +41,17 @@ def fetch(url: str, most_bytes: int | None = None) -> Path:
     Raises:
         DataError: the server refuses or doesn't answer, or the file is too large.
     """
-    place = _cached(url)
+    address = quote(url, safe=ALLOWED)
+    place = _cached(address)
     if place.is_file():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return _download(url, place, most_bytes)
-        except (OSError, ValueError) as error:  # HTTPError and timeouts are OSErrors, a malformed address a ValueError
-            passing = not isinstance(error, ValueError) and getattr(error, "code", 500) in (408, 429, *range(500, 600))
+            return _download(address, place, most_bytes)
+        except (OSError, ValueError, HTTPException) as error:  # refusals (HTTPError) and timeouts are OSErrors
+            malformed = isinstance(error, ValueError | InvalidURL)
+            passing = not malformed and getattr(error, "code", 500) in (408, 429, *range(500, 600))
             if attempt == ATTEMPTS or not passing:
                 raise DataError(f"cannot download {url[:200]}: {error}") from error
             time.sleep(attempt)
@@ -57,7 +62,7 @@ def _download(url: str, place: Path, most_bytes: int | None) -> Path:
     request = urllib.request.Request(url, headers={"User-Agent": f"foveal/{__version__}"})
     handle, partial = tempfile.mkstemp(dir=place.parent)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb") as file, urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             length = answer.headers.get("Content-Length")
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
@@ -72,5 +77,5 @@ def _download(url: str, place: Path, most_bytes: int | None) -> Path:
 
 
 def _cached(url: str) -> Path:
-    name = Path(urlsplit(url).path).name[-80:]  # its ending says what kind of file it is
+    name = re.sub(r"[?#].*", "", url).rpartition("/")[2][-80:]  # its ending says what kind of file it is
     return cache_folder() / "downloads" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}-{name}"

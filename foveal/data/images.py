@@ -7,6 +7,7 @@ import binascii
 import io
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def locate(
             f"data.allow_urls=true. Set it, or put the {noun}s' paths in the data, relative to data.image_dir."
         )
     if isinstance(value, str | Path):
-        path = Path(image_dir or "", value).expanduser()
+        path = media_path(value, image_dir)
         try:
             is_file = path.is_file()
         except OSError as error:  # such as a name that is too long
@@ -137,6 +138,11 @@ def locate(
         f"{name} is a {type(value).__name__}; a {noun} is bytes, a path, {{'bytes': …, 'path': …}}, base64"
         + (" or a PIL picture." if noun == "picture" else ", a list of its frames or a folder of them.")
     )
+
+
+def media_path(value: str | Path, image_dir: str | None) -> Path:
+    """The file that a row names; a `~` is the home folder, but for names that only begin so, as `~draft.png`."""
+    return Path(os.path.expanduser(Path(image_dir or "", value)))
 
 
 def to_media(place: bytes | Path, name: str, kind: Literal["image", "video"] = "image") -> Media:

@@ -140,7 +140,7 @@ def cache_path(builder: PromptBuilder) -> Path | None:
         return None
     data = builder.data
     options = data.model_dump(mode="json", exclude=WITHOUT_EFFECT)
-    template = Path(data.format_prompt).read_bytes() if data.format_prompt else b""
+    template = Path(data.format_prompt).expanduser().read_bytes() if data.format_prompt else b""
     parts = [
         identity.encode(errors="surrogateescape"),
         json.dumps(options, sort_keys=True).encode(),

@@ -41,7 +41,7 @@ class PromptLoader:
 
     Args:
         usable: numbers of the rows to take from.
-        most_images, most_videos: how many a prompt of these rows has at most.
+        most_images: how many a prompt of these rows has at most.
 
     Attributes:
         skipped: reason by row number, of the rows left out since the loader was opened.
@@ -54,12 +54,10 @@ class PromptLoader:
         split: Literal["train", "val"],
         *,
         most_images: int = 0,
-        most_videos: int = 0,
     ) -> None:
         self.builder = builder
         self.split = split
         self.most_images = most_images
-        self.most_videos = most_videos
         self.skipped: dict[int, str] = {}
         self._usable = list(usable)
         self._digest = f"{zlib.crc32(np.asarray(self._usable, dtype=np.int64).tobytes()):08x}"
@@ -232,7 +230,7 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     found = survey(builder, split)
     for line in report(found, data, rows, split):
         note(line)
-    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images, most_videos=found.most_videos)
+    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
     return loader

@@ -90,7 +90,8 @@ def _marked_part(part: Any, place: str) -> str:
         return text
     raise DataError(
         f'{place} has the part {str(part)[:120]}; allowed are {{"type": "text", "text": …}}, {{"type": "image"}} and '
-        f'{{"type": "video"}}, the media themselves being in their own column.'
+        f'{{"type": "video"}}. Put the media themselves into their own column (data.image_key, data.video_key), in the '
+        f"order of the parts."
     )
 
 

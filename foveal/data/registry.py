@@ -44,7 +44,8 @@ def read_entry(path: Path, name: str | None) -> Entry:
         entries = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path} as JSON: {error}.") from error
-    entries = {key: value for key, value in entries.items() if isinstance(value, dict)} if entries else {}
+    named = entries if isinstance(entries, dict) else {}
+    entries = {key: value for key, value in named.items() if isinstance(value, dict)}
     if name not in entries:
         near = get_close_matches(name or "", entries, 1, cutoff=0.5) or list(entries)[:1] or ["NAME"]
         raise DataError(

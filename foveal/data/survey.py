@@ -32,7 +32,7 @@ class Survey:
         usable: numbers of the rows that can be used, in order.
         with_images, with_videos: how many of them have a picture, or a video.
         text_only: how many have neither.
-        most_images, most_videos: the most that one of them has.
+        most_images: the most that one of them has.
         too_long: (row, tokens, images) of those longer than `data.max_prompt_length`.
         unreadable: the reason for each row with a missing or unreadable picture.
     """
@@ -42,7 +42,6 @@ class Survey:
     with_videos: int = 0
     text_only: int = 0
     most_images: int = 0
-    most_videos: int = 0
     too_long: list[tuple[int, int, int]] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
@@ -69,7 +68,6 @@ def survey(builder: PromptBuilder, split: str) -> Survey:
         with_videos=int(np.count_nonzero(videos)),
         text_only=int(np.count_nonzero((images == 0) & (videos == 0))),
         most_images=int(images.max(initial=0)),
-        most_videos=int(videos.max(initial=0)),
         too_long=[
             (row, int(lengths.tokens[row]), int(lengths.images[row]))
             for row in np.flatnonzero(lengths.tokens > data.max_prompt_length).tolist()

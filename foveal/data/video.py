@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from foveal.data.images import MAX_PIXELS, PictureError, Size, decode_image, locate, picture_size
+from foveal.data.images import MAX_PIXELS, PictureError, Size, decode_image, locate, media_path, picture_size
 from foveal.errors import DataError
 
 MAX_FRAMES = 250_000
@@ -83,7 +83,7 @@ def locate_video(value: Any, image_dir: str | None, name: str) -> tuple[bytes | 
         frames = [locate(frame, image_dir, f"{name}, frame {number}")[0] for number, frame in enumerate(value)]
         return _stills(frames, name)
     if isinstance(value, str | Path) and not str(value).startswith("data:"):
-        path = Path(image_dir or "", value).expanduser()
+        path = media_path(value, image_dir)
         if _is_folder(path):
             files = sorted((file for file in path.iterdir() if file.suffix.lower() in PICTURES), key=_by_number)
             return _stills(files, f"{name} ({path})", path)

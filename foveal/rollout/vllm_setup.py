@@ -239,6 +239,8 @@ def _media_arguments(config: Config, processor: Any, model_path: str, images: in
         # vLLM builds the model's processor at the start, which needs one.
         "tokenizer": config.worker.actor.model.tokenizer_path or model_path,
         "mm_processor_cache_gb": 0,
+        # How many come is not checked, since they come processed. A video's memory is that of pictures of as many
+        # tokens, and its room is made in `create_config`; measuring with videos as well would only take time.
         "limit_mm_per_prompt": {"image": config.worker.rollout.limit_images or max(images, 1), "video": 0},
     }
     image_processor = processor.image_processor
