@@ -5,6 +5,7 @@ Nothing heavy is imported until a command needs it, so that `foveal --help` and 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.stderr.isatty():  # the libraries' loading bars would fill a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # torchao, which transformers imports where it is there, registers what torch knows by itself
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         return command(args[1:])
     except FovealError as error:

@@ -143,6 +143,20 @@ def test_videos_are_counted(model: Path, tmp_path: Path) -> None:
     assert "  videos: 4 in 4 rows, at most 1 in one" in lines
 
 
+def test_pictures_inside_chats_are_no_unread_column(model: Path, tmp_path: Path) -> None:
+    picture_rows(tmp_path, 4)
+    chats: list[dict[str, object]] = [
+        {"messages": [
+            {"role": "user", "content": [{"type": "image", "image": f"{n}.jpg"}]},
+            {"role": "assistant", "content": "a"},
+        ]}
+        for n in range(4)
+    ]  # fmt: skip
+    rows = write_lines(tmp_path / "rows.jsonl", chats)
+    findings = check_data(config_of(model, rows, f"data.image_dir={tmp_path}"), say=quiet)
+    assert [one.text for one in findings if one.level != "warning" or "looks like it" in one.text] == []
+
+
 def test_only_so_many_rows_are_decoded_as_were_asked_for(model: Path, tmp_path: Path) -> None:
     rows = write_lines(tmp_path / "rows.jsonl", picture_rows(tmp_path, 8))
     for number in (4, 5):

@@ -154,6 +154,23 @@ def test_rows_beyond_those_on_which_all_is_tried(reward: str, said: str | None, 
     assert any(said in f"{finding.text} {finding.cure}" for finding in findings) if said else not findings
 
 
+def test_a_first_call_that_takes_long_is_no_timeout(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foveal.check.scoring.TIME_LIMIT", 0.3)
+    slow = EQUAL.replace("return", "time.sleep(0.6 * FIRST.pop() if FIRST else 0); return")
+    assert alarming(check(tmp_path, model, f"FIRST = [1]\n{slow}")) == []
+
+
+def test_a_function_that_never_returns_is_told_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foveal.check.scoring.TIME_LIMIT", 0.1)
+    monkeypatch.setattr("foveal.check.scoring.FIRST_LIMIT", 0.1)
+    found = alarming(check(tmp_path, model, "def compute_score(x):\n    while True: pass"))
+    assert len(found) == 1 and "ran longer" in found[0].text and not found[0].rows
+
+
 def test_a_prompt_that_gives_the_answer_away_is_found(tmp_path: Path, model: Path) -> None:
     findings = check(tmp_path, model, EQUAL, prompt=THINK + " It is {{ answer }}.")
     assert [finding.subject for finding in findings] == ["data.format_prompt"]

@@ -215,6 +215,7 @@ def test_the_rate_of_a_frozen_part_has_no_effect() -> None:
         (["worker.reward.reward_function=a.py:f", "worker.reward.functions={a: {function: 'b.py:f'}}"], "make that"),
         (["worker.reward.functions={overall: {function: 'b.py:f'}}"], "called overall"),
         (["worker.reward.functions={a: {function: 'b.py:f', only_for: [geo]}}"], "set worker.reward.route_by"),
+        (["worker.reward.reward_function=a.py:f", "worker.reward.route_by=source"], "no function has only_for"),
         (["worker.reward.functions={a: {funktion: 'b.py:f'}}"], "names, each to a mapping of function, kwargs, weig"),
     ],
 )

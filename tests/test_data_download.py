@@ -9,6 +9,7 @@ from foveal.data.download import fetch
 from foveal.data.images import PictureError
 from foveal.data.processing import Processing, load_processing
 from foveal.data.source import load_rows
+from foveal.data.video import Stills
 from foveal.errors import DataError
 from foveal.quickstart.tiny import build_tiny
 from tests.data_support import builder_of, encoded, noise, write_lines
@@ -59,6 +60,19 @@ def test_a_picture_that_cannot_be_downloaded_is_an_unreadable_one(
         builder = builder_of(processing, write_lines(tmp_path / "r.jsonl", rows), allow_urls=True)
         with pytest.raises(PictureError, match=r"row 0, image 0: cannot download .*gone\.png: .*404"):
             builder.draft(0)
+
+
+@pytest.mark.parametrize("form", ["list", "dict"])
+def test_frames_at_allowed_addresses_are_downloaded(
+    processing: Processing, tmp_path: Path, served: Path, form: str
+) -> None:
+    with hub_of(served) as server:
+        frames = [f"{server.url}/files/a.png"] * 2
+        row = {"prompt": "<video>q", "answer": "a", "videos": [frames if form == "list" else {"frames": frames}]}
+        builder = builder_of(processing, write_lines(tmp_path / "r.jsonl", [row]), allow_urls=True)
+        [video] = builder.draft(0).media
+        assert isinstance(video.place, Stills)
+        assert [frame.read_bytes() for frame in video.place.frames if isinstance(frame, Path)] == [PICTURE, PICTURE]
 
 
 def test_addresses_are_refused_by_default(processing: Processing, tmp_path: Path, served: Path) -> None:

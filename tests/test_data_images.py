@@ -61,6 +61,11 @@ def test_a_name_that_begins_like_a_home_folder_is_a_name(noun: str) -> None:
         find("~nobody-has-this-name.bin", None, "row 3")
 
 
+def test_an_address_of_a_file_here_is_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    assert locate(f"file://{tmp_path / 'a.png'}", None, "row 3")[0] == tmp_path / "a.png"
+
+
 def test_web_address_is_refused() -> None:
     with pytest.raises(DataError, match=r"row 0, image 0 is a web address.*allow_urls=true"):
         locate("https://example.com/a.png", None, "row 0, image 0")
@@ -137,7 +142,12 @@ def test_large_picture_is_brought_to_the_models_size(monkeypatch: pytest.MonkeyP
     data = encoded(smooth, kind)
     monkeypatch.setattr(images, "SHRINK_ABOVE", 1000)
     asked = []
-    out = decode_image(data, "x", lambda size: asked.append(size) or (56, 84))
+
+    def target(size: tuple[int, int]) -> tuple[int, int]:
+        asked.append(size)
+        return 56, 84
+
+    out = decode_image(data, "x", target)
     assert asked == [(600, 900)]
     assert out.size == (84, 56)
     plain = np.asarray(smooth.resize((84, 56), Image.Resampling.BICUBIC), dtype=float)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_proof_finds_every_disagreement(processing: Processing, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("prompt", "fault"),
     [
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "has the part {'type': 'image_url'"),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "x"}]}], "has the part {'type': 'audio'"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "has the part {'type': 'text', 'text': 5}"),
         ([{"role": "user", "content": ["x"]}], "has the part x"),
         ("half \ud800", "half of a character"),
@@ -251,7 +252,18 @@ def test_image_folder_whose_metadata_names_the_files(processing: Processing, tmp
     assert prompt.media[0].data == (tmp_path / "a.png").read_bytes()
 
 
-def test_a_medium_inside_a_message_is_an_error_and_no_mark(processing: Processing, tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "0.png"}]}]}
-    with pytest.raises(DataError, match=r"row 0 .*message 0 has the part .*media themselves being in their own column"):
-        build(processing, tmp_path, row)
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": "0.png"}}]
+)
+def test_pictures_that_stand_in_the_messages_themselves(
+    processing: Processing, tmp_path: Path, part: dict[str, Any]
+) -> None:
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}]
+    prompt = build(processing, tmp_path, {"prompt": chat})
+    assert f"user\n{IMAGE}Which?<|im_end|>" in text_of(processing, prompt)
+    assert [medium.data for medium in prompt.media] == [(tmp_path / "0.png").read_bytes()]
+    assert prompt.row["prompt"] == [{"role": "user", "content": "<image>Which?"}]
+    chat.append({"role": "assistant", "content": "Red."})  # type: ignore[dict-item]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
+    draft = builder_of(processing, str(tmp_path / "chats.jsonl"), image_dir=str(tmp_path)).draft(0)
+    assert (len(draft.media), draft.row["answer"]) == (1, "Red.")

@@ -84,6 +84,11 @@ def test_a_row_that_no_function_scores_is_named(tmp_path: Path, row: dict[str, A
         score(two(tmp_path, extra=extra, route_by="source"), group)
 
 
+def test_arguments_of_one_of_several_are_looked_for_in_its_own_entry(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"length\.py.*keyword arguments {'size': 1}.*kwargs of its entry"):
+        two(tmp_path, extra={"length": {"kwargs": {"size": 1}}}).start()
+
+
 def test_one_of_several_that_fails_takes_only_its_own_part(tmp_path: Path) -> None:
     score(two(tmp_path, on_error="score", timeout_score=-1.0), group := make_group("no number", "ab"))
     assert overall(group) == [0.5 * 4 + 10 * -1.0]
@@ -128,11 +133,12 @@ def test_a_class_that_cannot_be_built_says_why(tmp_path: Path, source: str, said
 
 
 def test_a_module_is_named_with_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    write(tmp_path / "mine" / "scores.py", "from . import base\ndef main(inputs): return [base.VALUE] * len(inputs)")
-    write(tmp_path / "mine" / "base.py", "VALUE = 0.25")
+    folder = tmp_path / "own_scores"  # a name that no other test leaves on the path
+    folder.mkdir()
+    write(folder / "scores.py", "from . import base\ndef main(inputs): return [base.VALUE] * len(inputs)")
+    write(folder / "base.py", "VALUE = 0.25")
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.scores", "mine.scores:main"):
+    for name in ("own_scores.scores", "own_scores.scores:main"):
         score(RewardRunner(RewardConfig(reward_function=name), "train"), group := make_group("x", "a"))
         assert overall(group) == [0.25]
 
@@ -140,14 +146,14 @@ def test_a_module_is_named_with_dots(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "said"),
     [("foveal.absent:main", "neither a file foveal.absent nor a module foveal.absent"),
-     ("mine.broken:main", r"(?s)importing mine\.broken failed.*broken\.py.*line 1.*absent_library"),
+     ("own_broken.broken:main", r"(?s)importing own_broken\.broken failed.*broken\.py.*line 1.*absent_library"),
      ("foveal.reward.overlong:absent", "has no function 'absent'; it has overlong_penalty")],
 )  # fmt: skip
 def test_a_module_that_cannot_be_used_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    write(tmp_path / "mine" / "broken.py", "import absent_library")
+    (tmp_path / "own_broken").mkdir()
+    write(tmp_path / "own_broken" / "broken.py", "import absent_library")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RewardError, match=said):
         RewardRunner(RewardConfig(reward_function=name), "train").start()

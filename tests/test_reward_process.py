@@ -114,6 +114,22 @@ def test_process_that_dies_is_replaced_when_failures_are_scored(tmp_path: Path) 
     assert overall(group) == [1.0, 0.0, 1.0]
 
 
+def test_only_the_async_answer_that_ends_the_process_is_lost(tmp_path: Path) -> None:
+    source = """
+    import os
+    REWARD_TYPE = "sequential"
+    async def compute_score(one):
+        if one["response"] == "crash":
+            os.abort()
+        return 1.0
+    """
+    with make_runner(tmp_path, source, on_error="score") as runner:
+        runner.submit(group := make_group("x", "a", "b", "c", "crash", "d", "e", "f", "g"))
+        metrics = runner.finish()
+    assert overall(group) == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert metrics["reward/errors"] == 1.0
+
+
 def test_a_call_that_lasts_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,12 +173,13 @@ def test_megabytes_of_answers_pass_through(tmp_path: Path) -> None:
     assert overall(group) == [5_000_000.0]
 
 
-def test_close_ends_a_stuck_process_and_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_session", [False, True])
+def test_close_ends_a_stuck_process_and_what_it_started(tmp_path: Path, own_session: bool) -> None:
     source = f"""
     import os, pathlib, subprocess
     REWARD_TYPE = "sequential"
     def compute_score(one):
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "60"], start_new_session={own_session})
         pathlib.Path({str(tmp_path)!r}, "new").write_text(f"{{os.getpid()}} {{child.pid}}")
         os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "pids")!r})
         while True: pass

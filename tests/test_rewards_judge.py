@@ -172,6 +172,33 @@ def test_a_key_that_is_not_set_is_an_error_at_the_start(server: Server) -> None:
         judge(server, {"api_key_env": "ABSENT_KEY"}).start()
 
 
+def test_a_key_that_ends_in_a_newline_is_sent_without_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret\n")
+    score(judge(server, {"api_key_env": "JUDGE_KEY"}), make_group("7", "7"))
+    assert server.keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "secr\u00e9t"])
+def test_a_key_that_no_header_may_hold_is_an_error_that_does_not_show_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(RewardError, match="JUDGE_KEY of the judge's api_key_env holds characters") as caught:
+        judge(server, {"api_key_env": "JUDGE_KEY"}).start()
+    assert "sec" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [401, 201])
+def test_a_key_that_the_server_repeats_is_not_shown(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    server.script = [(status, "no such key: secret-key")]
+    with pytest.raises(RewardError, match="no such key: …") as caught:
+        score(judge(server, {"api_key_env": "JUDGE_KEY"}), make_group("7", "7"))
+    assert "secret-key" not in str(caught.value)
+
+
 def test_a_template_of_ones_own_sees_every_column(server: Server, tmp_path: Path) -> None:
     template = tmp_path / "judge.jinja"
     template.write_text("{{ row.level }} {{ response }} {{ question }}")

@@ -49,7 +49,7 @@ def test_a_run_that_learns_raises_none(seed: int) -> None:
 @pytest.mark.parametrize(
     ("alarm", "trouble", "key"),
     [
-        ("reward_stuck", {"reward/overall": 0.1}, "worker.reward.reward_function"),
+        ("reward_stuck", {"reward/overall": 0.1, "reward/groups_without_variance": 0.9}, "reward.reward_function"),
         ("no_variance", {"reward/groups_without_variance": 1.0}, "worker.rollout.n"),
         ("cut_off", {"response_length/clip_ratio": 0.99}, "data.max_response_length"),
         ("format_collapse", {"reward/format": 0.0}, "worker.actor.optim.lr"),
@@ -76,6 +76,27 @@ def test_an_alarm_that_was_off_for_long_is_said_again() -> None:
 
 def test_a_single_bad_step_is_none() -> None:
     said, _ = run(lambda step, metrics: metrics | {"actor/kl_loss": 30.0} if step == 20 else metrics)
+    assert said == []
+
+
+def test_filtered_groups_of_two_have_a_constant_mean_and_are_not_stuck() -> None:
+    said, _ = run(lambda step, metrics: metrics | {"reward/overall": 0.5, "reward/groups_without_variance": 0.0})
+    assert said == []
+
+
+def test_an_error_rate_that_falls_is_no_format_collapse() -> None:
+    said, _ = run(lambda step, metrics: metrics | {"reward/format_error": 1.0 if step < 15 else 0.0})
+    assert said == []
+
+
+def test_an_entropy_that_is_no_number_has_not_collapsed() -> None:
+    said, _ = run(lambda step, metrics: metrics | {"actor/entropy": math.nan} if step > 20 else metrics)
+    assert said == []
+
+
+def test_a_few_steps_of_even_groups_are_chance_where_groups_are_few() -> None:
+    flat = {"reward/groups_without_variance": 1.0}
+    said, _ = run(lambda step, metrics: metrics | flat if 10 < step < 15 else metrics)
     assert said == []
 
 

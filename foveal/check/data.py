@@ -139,7 +139,8 @@ def _look_at_source(
 def _subject(data: DataConfig, source: str, split: str) -> str:
     """The key, and where it names several sources, which one: rows are counted in each from 0."""
     sources = data.train_files if split == "train" else data.val_files
-    return f"data.{split}_files" if isinstance(sources, str) or not sources[1:] else f"data.{split}_files ({source})"
+    several = isinstance(sources, list) and len(sources) > 1
+    return f"data.{split}_files ({source})" if several else f"data.{split}_files"
 
 
 def _look_inside(
@@ -221,14 +222,14 @@ def _too_few(config: Config, usable: int) -> list[Finding]:
 
 def _no_pictures(builder: PromptBuilder, subject: str) -> list[Finding]:
     """A column that looks like pictures, when the one of the configuration is not there."""
-    data, first = builder.data, builder.rows
-    if data.image_key in first.columns or data.video_key in first.columns:
-        return []
+    data, rows = builder.data, builder.rows
     try:
-        row = first[0]
+        row = rows[0]
     except DataError:
         return []
-    named = [column for column in first.columns if re.search("image|picture|photo|video", column, re.IGNORECASE)]
+    if {data.image_key, data.video_key} & {*rows.columns, *row}:  # a chat's own pictures are in the row alone
+        return []
+    named = [column for column in rows.columns if re.search("image|picture|photo|video", column, re.IGNORECASE)]
     held = [column for column, value in row.items() if column in named or _looks_like_picture(value)]
     if not held:
         return []

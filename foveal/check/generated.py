@@ -47,6 +47,8 @@ def _show(groups: list[Group], say: Callable[[str], None]) -> None:
         scores = ", ".join(f"{r.rewards['overall']:g}" for r in group.responses if "overall" in r.rewards)
         text = group.responses[0].text
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        # other characters may steer the terminal
+        shown = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in shown)
         say(
             f"row {group.prompt.row_index}: scores {scores or 'none'}; ground truth {group.prompt.answer!r}; "
             f"the first answer:\n{shown}"

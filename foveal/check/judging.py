@@ -190,7 +190,7 @@ def _loses(scored: Scored, place: int, name: str, wrong: float) -> bool:
     if own is None or not scored.told(place, name):
         return True
     written = {form.name: len(form.write(scored.cases[place].contents[0])) for form in scored.cases[place].forms()}
-    alike = [form for form, length in written.items() if abs(length - written[name]) < 0.2 * written[name]]
+    alike = [form for form, length in written.items() if abs(length - written[name]) <= 0.2 * written[name]]
     best = max(scored.right(place, form) or own for form in alike)
     return own < best - PART * (best - wrong)
 

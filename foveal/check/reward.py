@@ -134,8 +134,7 @@ def _try_out(
             text = "its module has no REWARD_TYPE, so it is called once with a list of all answers"
             findings.append(Finding("note", SUBJECT, text, 'Say REWARD_TYPE = "batch" or "sequential" in the module'))
         first = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:2])))
-        scorer.score(first)  # imports that wait for the first call are not counted
-        scorer.answers, scorer.seconds = 0, 0.0
+        scorer.warm_up(first)
         again = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:4])))
         scorer.score(again)
         pace = max(scorer.seconds / max(scorer.answers, 1), 1e-5)
@@ -147,7 +146,9 @@ def _try_out(
         timed = [one for one in tries if one.kind != "long without end"]
         scorer.score(timed)
         scorer.score([one for one in tries if one.kind == "long without end"][:8])
-        tries = [one for one in tries if one.outcome is not None]
+        # a function that is too slow for them has at least been given the first ones
+        done = [[one for one in made if one.outcome is not None] for made in (tries, again, first)]
+        tries = next(made for made in done if made)
         scored = Scored(cases, tries)
         rest = range(full, min(len(cases), full + int(BUDGET / (pace * 2))))
         more = seen(chain.from_iterable(few_tries(place, cases[place], scored.best) for place in rest))
@@ -155,7 +156,7 @@ def _try_out(
             scorer.score(more)
         tries += [one for one in more if one.outcome is not None]
         findings += _failures(tries, cases, config)
-        findings += _slow(scorer, timed, config)
+        findings += _slow(scorer, [*again, *timed], config)
         findings += _depends_on_others(scorer, cases, tries)
     scored = Scored(cases, tries)
     _account(scored, say)
@@ -234,17 +235,26 @@ def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> li
         outcome = failed[0].outcome
         assert isinstance(outcome, Failure)
         last = outcome.traceback.strip().splitlines()[-1:] if outcome.traceback else []
-        kinds = ", ".join(dict.fromkeys(one.kind for one in failed))
+        everywhere = len(failed) == len(tries)
+        kinds = "all that were tried" if everywhere else ", ".join(dict.fromkeys(one.kind for one in failed))
         level = "error" if config.worker.reward.on_error == "raise" or len(failed) > 0.1 * len(tries) else "warning"
         message = f"{text} on {len(failed)} of {len(tries)} answers ({kinds}), as {failed[0].text[-80:]!r}"
         if last and last[0].strip() not in message:
             message += f": {last[0].strip()}"
         if kind == "timeout":
-            message += f" (this check waits {TIME_LIMIT:g} s at most)"
-        cure = outcome.cure or "Let it return a number for any text, also an empty or broken one"
-        rows = tuple(sorted({cases[one.case].prompt.row_index for one in failed}))
+            message += f" (this check waits {TIME_LIMIT:g} s for an answer)"
+        cure = outcome.cure or _cure_of_failure(kind, everywhere)
+        rows = () if everywhere else tuple(sorted({cases[one.case].prompt.row_index for one in failed}))
         findings.append(Finding(level, SUBJECT, message, cure, rows if len(rows) < len(cases) else ()))  # type: ignore[arg-type]
     return findings[:5]
+
+
+def _cure_of_failure(kind: str, everywhere: bool) -> str:
+    if kind == "timeout":
+        return "Bound what it does for one answer: symbolic mathematics and nested patterns can go on for ever"
+    if everywhere:
+        return "It fails on right answers too: see which keys it reads (docs/rewards.md), or try it by hand on one row"
+    return "Let it return a number for any text, also an empty or broken one"
 
 
 def _slow(scorer: Scorer, timed: Sequence[Try], config: Config) -> list[Finding]:

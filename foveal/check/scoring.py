@@ -21,8 +21,10 @@ TIME_LIMIT = 3.0
 """Seconds for one answer, where `worker.reward.time_limit` is longer."""
 CALL_LIMIT = 40.0
 """Seconds for one call of a batch function, in the same way."""
+FIRST_LIMIT = 15.0
+"""Seconds for each of the first answers: functions import and open things when they are first called."""
 DEADLINE = 50.0
-"""Seconds after which no further call is made: some answers stay without an outcome then."""
+"""Seconds after loading, after which no further call is made: some answers stay without an outcome then."""
 TOGETHER = 8
 """Answers of a function that is called for each, between two looks at the clock."""
 MOST_CALLS = 60
@@ -40,9 +42,9 @@ class Scorer:
     """
 
     def __init__(self, config: RewardConfig, cases: Sequence[Case], count: Callable[[str], int]) -> None:
-        limits = {"time_limit": min(config.time_limit, TIME_LIMIT)}
-        limits["batch_time_limit"] = min(config.batch_time_limit, CALL_LIMIT)
-        self.config = config.model_copy(update=limits)
+        limits = {"batch_time_limit": min(config.batch_time_limit, CALL_LIMIT)}
+        self.config = config.model_copy(update=limits | {"time_limit": min(config.time_limit, TIME_LIMIT)})
+        self._at_first = config.model_copy(update=limits | {"time_limit": min(config.time_limit, FIRST_LIMIT)})
         self.cases = cases
         self.answers = 0
         self.seconds = 0.0
@@ -53,7 +55,6 @@ class Scorer:
 
     def __enter__(self) -> Self:
         """Loads the functions; RewardError if one cannot be."""
-        self._deadline = time.monotonic() + DEADLINE
         self._parts = make_parts(self.config)
         try:
             for part in self._parts:
@@ -61,6 +62,7 @@ class Scorer:
         except BaseException:
             self.__exit__()
             raise
+        self._deadline = time.monotonic() + DEADLINE
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -77,13 +79,24 @@ class Scorer:
         """Whether a function doesn't say how it wants to be called."""
         return any(not part.info.declares_kind for part in self._parts)
 
+    def warm_up(self, tries: Sequence[Try]) -> None:
+        """Scores an answer for each process, all of them by a batch function; neither counted nor timed."""
+        for part in self._parts:
+            part.config = self._at_first
+        self._round(tries if self._has_batch else tries[: self.config.num_cpus])
+        for part in self._parts:
+            part.config = self.config
+
+    @property
+    def _has_batch(self) -> bool:
+        return any(part.info.kind == "batch" for part in self._parts)
+
     def score(self, tries: Sequence[Try]) -> None:
         """Writes the outcome of each try, all of them scored together as the answers of a step are.
 
-        Past the deadline tries stay without an outcome.
+        Past the deadline, and once all of a call's answers have timed out, tries stay without an outcome.
         """
-        whole = any(part.info.kind == "batch" for part in self._parts)
-        size = len(tries) if whole else TOGETHER * self.config.num_cpus
+        size = len(tries) if self._has_batch else TOGETHER * self.config.num_cpus
         for start in range(0, len(tries), max(size, 1)):
             begin = time.monotonic()
             if begin > self._deadline:
@@ -91,6 +104,8 @@ class Scorer:
             self._round(tries[start : start + size])
             self.seconds += time.monotonic() - begin
             self.answers += len(tries[start : start + size])
+            if all(isinstance(one.outcome, Failure) and one.outcome.kind == "timeout" for one in tries[start:][:size]):
+                self._deadline = 0.0
         failed = [one for one in tries if isinstance(one.outcome, Failure) and one.outcome.covers > 1]
         kinds = {one.kind for one in failed}
         for kind in kinds if len(failed) > 1 else ():

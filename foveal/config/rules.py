@@ -213,6 +213,12 @@ def _reward(config: Config) -> Iterator[BrokenRule]:
             (key, "worker.reward.route_by"),
             f"{key}: {', '.join(routed)} with only_for, but no column decides; set worker.reward.route_by to one",
         )
+    if reward.route_by is not None and not routed:
+        yield BrokenRule(
+            ("worker.reward.route_by", key),
+            f"worker.reward.route_by: {reward.route_by} decides nothing, for no function has only_for; give it to one "
+            f"of {key}, or leave route_by out",
+        )
 
 
 def _algorithm(config: Config) -> Iterator[BrokenRule]:

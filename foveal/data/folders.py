@@ -59,8 +59,8 @@ def read_folder(folder: Path, subset: str | None, split: str | None, source: str
     ]
     if not files:
         raise DataError(
-            f"folder {folder} holds no data file; readable are {', '.join(sorted(EXTENSIONS))}. Put a table of questions "
-            f"and answers there, with the pictures' paths in a column (data.image_key)."
+            f"folder {folder} holds no data file; readable are {', '.join(sorted(EXTENSIONS))}. Put a table of "
+            f"questions and answers there, with the pictures' paths in a column (data.image_key)."
         )
     by_split = _by_split(files, folder)
     return _read_files(_chosen(by_split, split or "train", f"folder {folder}", str(folder)), source)

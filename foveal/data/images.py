@@ -111,6 +111,8 @@ def locate(
         name = f"{name} ({path})" if isinstance(value, bytes) and path else name
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), name
+    if isinstance(value, str):
+        value = value.removeprefix("file://")  # as in the messages of Qwen-VL's examples
     if isinstance(value, Image.Image):
         return _encode_png(value), name
     if isinstance(value, str) and value.startswith("data:"):
@@ -120,7 +122,8 @@ def locate(
     if isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
         raise DataError(
             f"{name} is a web address ({value[:120]}), and nothing is downloaded from those unless "
-            f"data.allow_urls=true. Set it, or put the {noun}s' paths in the data, relative to data.image_dir."
+            f"data.allow_urls=true, nor from others than http(s). Set it, or put the {noun}s' paths in the data, "
+            f"relative to data.image_dir."
         )
     if isinstance(value, str | Path):
         path = media_path(value, image_dir)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from foveal.data.messages import ROLES, Message, is_chat, read_messages, up_to_question
+from foveal.data.messages import ROLES, Message, is_chat, media_inside, read_messages, up_to_question
 from foveal.data.rows import Row, Rows
 from foveal.errors import DataError
 from foveal.track.console import note
@@ -82,6 +82,9 @@ def apply_layout(layout: Layout, rows: Rows, data: DataConfig) -> None:
 
 def _convert(row: Row, place: str, layout: Layout, data: DataConfig) -> Row:
     found = {name: row[column] for name, column in layout.columns.items() if column in row}
+    for name, kind in (("images", "image"), ("videos", "video")):
+        if inside := not found.get(name) and media_inside(found.get("messages"), kind):
+            found[name] = inside
     for unread in ("audios", "tools"):
         if row.get(layout.columns.get(unread, unread)) not in (None, [], "", "[]"):
             raise DataError(f"{place} has {unread}, which are not supported. Leave it out.")

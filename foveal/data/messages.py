@@ -62,6 +62,19 @@ def read_messages(
     return messages
 
 
+def media_inside(chat: Any, kind: str) -> list[Any]:
+    """The pictures (kind "image") or videos ("video") that a chat's parts hold themselves, in order.
+
+    They stand as {"type": "image", "image": …}, or as OpenAI's {"type": "image_url", "image_url": {"url": …}}.
+    """
+    if not is_chat(chat):
+        return []
+    contents = [content for message in chat for content in message.values() if isinstance(content, list)]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
+    held = [part.get(part["type"]) for part in parts if part.get("type") in (kind, f"{kind}_url")]
+    return [one.get("url", one) if isinstance(one, dict) else one for one in held if one]
+
+
 def up_to_question(messages: list[Message], place: str) -> list[Message]:
     """The messages up to the last of the user, which is the one to be answered.
 
@@ -84,14 +97,14 @@ def _marked(content: Any, place: str) -> str:
 
 def _marked_part(part: Any, place: str) -> str:
     kind, text = (part.get("type") or "text", part.get("text") or "") if isinstance(part, dict) else (None, None)
-    if kind in ("image", "video") and not part.get(kind):
-        return f"<{kind}>"
+    if kind in ("image", "image_url", "video", "video_url"):
+        return f"<{kind.removesuffix('_url')}>"
     if kind == "text" and isinstance(text, str):
         return text
     raise DataError(
         f'{place} has the part {str(part)[:120]}; allowed are {{"type": "text", "text": …}}, {{"type": "image"}} and '
-        f'{{"type": "video"}}. Put the media themselves into their own column (data.image_key, data.video_key), in the '
-        f"order of the parts."
+        f'{{"type": "video"}}, with the media in them, {{"type": "image", "image": "a.png"}}, or in a column '
+        f"(data.image_key, data.video_key)."
     )
 
 

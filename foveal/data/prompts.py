@@ -14,7 +14,7 @@ from foveal.data.download import fetch, is_url
 from foveal.data.format_prompt import FormatPrompt
 from foveal.data.images import PictureError, media_values
 from foveal.data.media import MediaSize, MediaSource
-from foveal.data.messages import Message, read_messages, up_to_question
+from foveal.data.messages import Message, media_inside, read_messages, up_to_question
 from foveal.data.processing import Processing
 from foveal.data.rows import Rows
 from foveal.errors import DataError, ModelError
@@ -78,8 +78,14 @@ class PromptBuilder:
         for key in (self.data.prompt_key, self.data.answer_key):
             if key not in row:
                 raise DataError(f"{place} has no {key!r}; it has: {', '.join(row)}.")
+        chat = row[self.data.prompt_key]
         images = media_values(row.get(self.data.image_key), f"{place}, {self.data.image_key!r}")
         videos = media_values(row.get(self.data.video_key), f"{place}, {self.data.video_key!r}")
+        inside = media_inside(chat, "image"), media_inside(chat, "video")
+        if any(inside):
+            images, videos = images or inside[0], videos or inside[1]
+            # Once as media is enough: rows are kept, and sent to the processes of the reward function.
+            row = {**row, self.data.prompt_key: read_messages(chat, f"{place}, {self.data.prompt_key!r}")}
         messages = self._messages(row, place)
         marks = self._check_marks(messages, {"image": len(images), "video": len(videos)}, place)
         for kind, values, key in (("image", images, self.data.image_key), ("video", videos, self.data.video_key)):
@@ -154,12 +160,10 @@ class PromptBuilder:
 
     def _find(self, kind: Literal["image", "video"], value: Any, name: str) -> MediaSource:
         """As `MediaSource.find`; a web address, where it is allowed, is downloaded."""
-        address = value.get("path") if isinstance(value, dict) and not value.get("bytes") else value
-        if self.data.allow_urls and is_url(address):
-            try:
-                value = fetch(address, MOST_BYTES)
-            except DataError as error:
-                raise PictureError(f"{name}: {error}") from error
+        try:
+            value = _downloaded(value) if self.data.allow_urls else value
+        except DataError as error:
+            raise PictureError(f"{name}: {error}") from error
         return MediaSource.find(kind, value, self.data.image_dir, name)
 
     def _check_marks(self, messages: list[Message], given: dict[str, int], place: str) -> list[str]:
@@ -197,6 +201,16 @@ class PromptBuilder:
             if piece
         ]
         return {"role": message["role"], "content": parts}
+
+
+def _downloaded(value: Any) -> Any:
+    """A picture or video, or the frames of one, with files in the place of web addresses."""
+    if isinstance(value, list):
+        return [_downloaded(one) for one in value]
+    if isinstance(value, dict) and "frames" in value:
+        return {**value, "frames": _downloaded(value["frames"])}
+    address = value.get("path") if isinstance(value, dict) and not value.get("bytes") else value
+    return fetch(address, MOST_BYTES) if is_url(address) else value
 
 
 def _count(number: int, noun: str) -> str:

@@ -120,6 +120,8 @@ def to_outcome(result: Any) -> Outcome:
 
 def to_outcomes(result: Any, count: int) -> list[Outcome]:
     """What a batch function returned for `count` answers, one outcome each."""
+    if callable(tolist := getattr(result, "tolist", None)):  # an array or a tensor
+        result = tolist()
     if not isinstance(result, list | tuple):
         text = f"returned {_show(result)} where a list of {count} results, one for each answer, is expected"
         return [Failure("broken", text, covers=count)] * count

@@ -157,7 +157,8 @@ def _check_arguments(found: Callable[..., Any], spec: FunctionSpec, positional: 
         signature.bind(*positional, **spec.kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{spec.label}{signature} does not take {also}worker.reward.reward_function_kwargs {spec.kwargs}: {error}"
+            f"{spec.label}{signature} does not take {also}the keyword arguments {spec.kwargs}: {error}. They are "
+            "worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions"
         ) from None
 
 

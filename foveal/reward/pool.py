@@ -18,7 +18,8 @@ class RewardPool:
     """Up to `size` reward processes that take calls in the order of `submit`.
 
     The first starts here, others when calls wait for them. A batch function has one, which keeps its state. A process
-    of an async function of one dict takes all calls that wait at once.
+    of an async function of one dict takes all calls that wait at once; when they end it, they are tried again by halves
+    until only those are lost that do.
 
     Args:
         memory_limit: bytes that each process may take, or None.
@@ -109,6 +110,11 @@ class RewardPool:
             for _, future in taken:
                 future.set_exception(error)
             return
+        if len(taken) > 1 and not self._closed and _is_fatal(outcomes[0]):
+            middle = len(taken) // 2
+            self._run(slot, taken[:middle])
+            self._run(slot, taken[middle:])
+            return
         done = 0
         for call, future in taken:
             future.set_result(outcomes[done : done + len(call.inputs)])
@@ -133,3 +139,8 @@ class RewardPool:
             process.kill()
         process.load()
         return process
+
+
+def _is_fatal(outcome: Outcome) -> bool:
+    """Whether a call ended its process; a time-out is none, for each half would wait for the limit again."""
+    return isinstance(outcome, Failure) and outcome.kind in ("died", "memory")

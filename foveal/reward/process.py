@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -26,6 +27,8 @@ FIRST_NOTICE = 60.0
 WATCH_EVERY = 0.1
 """Seconds between two looks at a working process: is it alive, too slow, too large?"""
 GB = 1e9
+MARK = "FOVEAL_REWARD_PROCESS"
+"""Environment variable of a reward process, inherited by what it starts, by which that is found again."""
 
 Inputs: TypeAlias = list[dict[str, Any]]
 Pictures: TypeAlias = Sequence[Sequence[bytes]]
@@ -50,7 +53,8 @@ class RewardProcess:
     """One process that runs the user's function; `load` comes first, then any number of `call`.
 
     It is started as a program, not forked and not by `multiprocessing`, which would import the run's `__main__` again.
-    It leads a process group of its own: Ctrl-C in the terminal doesn't reach it, and what it started ends with it.
+    It leads a process group of its own: Ctrl-C in the terminal doesn't reach it, and what it started ends with it, on
+    Linux also what left the group.
     One thread uses it; only `kill` may come from another.
 
     Args:
@@ -71,11 +75,13 @@ class RewardProcess:
             "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from foveal.reward.worker import main; main()"
         )
         descriptors = (theirs.fileno(), their_life_line)
+        self._mark = uuid.uuid4().hex
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, descriptors), json.dumps([str(path) for path in sys.path])],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             start_new_session=True,
+            env={**os.environ, MARK: self._mark},
         )
         theirs.close()
         os.close(their_life_line)
@@ -128,6 +134,9 @@ class RewardProcess:
         """Ends the process and everything it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        for pid in _marked(self._mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process and frees what it took."""
@@ -184,6 +193,15 @@ class RewardProcess:
             return Failure("died", f"ended its process with exit code {code}")
         hint = "; the system does that when memory runs out" if code == -signal.SIGKILL else ""
         return Failure("died", f"ended its process by signal {-code} ({signal.strsignal(-code)}{hint})")
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes that have the mark in their environment; none where the system has no /proc."""
+    entry = f"{MARK}={mark}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # somebody else's, or just gone
+            if entry in environment.read_bytes().split(b"\0"):
+                yield int(environment.parent.name)
 
 
 def private_bytes(pid: int) -> int:

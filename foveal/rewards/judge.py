@@ -9,12 +9,13 @@ worker:
 
 A reply that ends with `Score: 7` gives 0.7 where `scale` is 10. Beside `overall` each answer has `judge_tokens` and
 `judge_cost`, 0 where the reply came from the cache, and `judge_cached`; times the number of answers they are a step's
-totals. Nothing is sent anywhere but to `url`.
+totals. Nothing is sent anywhere but to `url`, by way of the proxy that the environment names, if any (`NO_PROXY`).
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 from pathlib import Path
@@ -61,9 +62,9 @@ class Judge:
         images: whether the judge gets the prompt's pictures.
         scale: the score that stands for 1.
         pattern: regular expression whose last match in the reply holds the score as its first group.
-        requests_per_minute: of this process; no limit without it.
+        requests_per_minute: of this process; no limit without it. The wait for a turn counts towards `time_limit`.
         timeout: seconds of one try. retries: further tries after a time-out, a lost connection, 429 or 5xx.
-        cache: SQLite file that keeps replies, so that an answer is never paid for twice; none without it.
+        cache: SQLite file that keeps replies, so that what was judged before is not paid for again; none without it.
         input_price, output_price: of a million tokens, for `judge_cost`.
         extra: further fields of the request, such as `{seed: 1}`.
 
@@ -149,12 +150,18 @@ def _read_template(path: str | None) -> jinja2.Template:
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    if not os.environ.get(variable):
+    key = os.environ.get(variable, "").strip()  # files with keys end in a newline, which no header may hold
+    if not key:
         raise RewardError(
             f"the judge's api_key_env is {variable!r}, and there is no such environment variable; "
             f"export {variable}=… before the run, or leave api_key_env out for a server that takes no key"
         )
-    return os.environ[variable]
+    if not (key.isascii() and key.isprintable()):
+        raise RewardError(
+            f"the environment variable {variable} of the judge's api_key_env holds characters that no key has "
+            "(line breaks, or letters outside ASCII); export it again"
+        )
+    return key
 
 
 def _picture_part(picture: RewardPicture) -> dict[str, Any]:
@@ -162,8 +169,6 @@ def _picture_part(picture: RewardPicture) -> dict[str, Any]:
     data = picture.data
     kind = next((kind for magic, kind in MAGIC.items() if data.startswith(magic)), None)
     if kind is None:
-        import io
-
         buffer = io.BytesIO()
         picture.open().save(buffer, "PNG")
         data, kind = buffer.getvalue(), "image/png"

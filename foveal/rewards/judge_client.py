@@ -42,6 +42,7 @@ class ChatClient:
         self, url: str, key: str | None, timeout: float, retries: int, requests_per_minute: float | None
     ) -> None:
         self.address = f"{url.rstrip('/')}/chat/completions"
+        self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout = timeout
         self._retries = retries
@@ -65,14 +66,29 @@ class ChatClient:
                 cause, problem = error, f"{type(error).__name__} {error}".strip()
             else:
                 if answer.is_success:
-                    return _read(answer)
-                problem = f"status {answer.status_code}: {answer.text[:300]}"
+                    return self._read(answer)
+                problem = f"status {answer.status_code}: {self._shown(answer)}"
                 if answer.status_code not in (408, 429) and answer.status_code < 500:
                     raise JudgeError(f"{self.address} refused the request with {problem}")
                 pause = max(pause, _retry_after(answer))
             if tried < self._retries:
                 await asyncio.sleep(pause)
         raise JudgeError(f"{self.address} gave no answer in {self._retries + 1} tries; the last: {problem}") from cause
+
+    def _read(self, answer: httpx.Response) -> Reply:
+        try:
+            content = answer.json()
+            usage = content.get("usage") or {}
+            text = content["choices"][0]["message"]["content"] or ""
+        except (ValueError, LookupError, TypeError, AttributeError):
+            shown = self._shown(answer)
+            raise JudgeError(f"{self.address} sent something that is no chat completion: {shown!r}") from None
+        return Reply(text, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+
+    def _shown(self, answer: httpx.Response) -> str:
+        """The beginning of what the server sent, without the key: some repeat the one that they refuse."""
+        text = answer.text.replace(self._key, "…") if self._key else answer.text
+        return text[:300]
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:  # within the event loop that it belongs to
@@ -86,16 +102,6 @@ class ChatClient:
             start = max(now, self._next_start)
             self._next_start = start + self._interval
             await asyncio.sleep(start - now)
-
-
-def _read(answer: httpx.Response) -> Reply:
-    try:
-        content = answer.json()
-        usage = content.get("usage") or {}
-        text = content["choices"][0]["message"]["content"] or ""
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise JudgeError(f"{answer.url} sent something that is no chat completion: {answer.text[:300]!r}") from None
-    return Reply(text, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
 
 def _retry_after(answer: httpx.Response) -> float:

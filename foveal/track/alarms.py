@@ -7,6 +7,7 @@ for being right rather than early: a run that learns raises none.
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
@@ -27,6 +28,9 @@ LOOKED_AT = 256
 LONG_ENOUGH = 32
 """Tokens from which an answer can repeat itself."""
 
+FORMAT = re.compile(r"reward/(.*_)?format(_(reward|score|acc|accuracy))?")
+"""Parts of a reward that are higher for better form; `format_error` and the like are not."""
+NO_VARIANCE = "reward/groups_without_variance"
 REWARD = ("reward/overall", "critic/score/mean")
 KL = ("actor/kl_loss", "actor/kl_penalty", "actor/ppo_kl")
 ENTROPY = ("actor/entropy", "actor/entropy_loss")
@@ -44,7 +48,7 @@ def signs(groups: Sequence[Group]) -> Metrics:
     several = [one for one in scores if len(one) > 1]
     if several:
         flat = sum(max(one) - min(one) < 1e-6 for one in several)
-        metrics["reward/groups_without_variance"] = flat / len(several)
+        metrics[NO_VARIANCE] = flat / len(several)
     answers = [response.token_ids for _, response in trained_responses(list(groups))]
     if answers:
         taken = answers[:: max(1, len(answers) // LOOKED_AT)]
@@ -132,21 +136,22 @@ class Alarms:
         last = self._last(name, 20)
         if len(last) < 20 or max(last) - min(last) > 1e-6 * max(1.0, abs(last[-1])):
             return ""
+        if metrics.get(NO_VARIANCE, 1.0) < 0.5:  # filtered groups of two, one right and one wrong: always 0.5
+            return ""
         return (
             f"the mean reward has been {last[-1]:g} for 20 steps. Prompt and reward function may disagree, or the "
             "task is solved: try `foveal check`, look at generations.log, change worker.reward.reward_function or data"
         )
 
     def _no_variance(self, metrics: Metrics) -> str | None:
-        name = "reward/groups_without_variance"
-        if name not in metrics:
+        if NO_VARIANCE not in metrics:
             return None
-        if not self._for_steps(name, 0.98):
+        if not self._for_steps(NO_VARIANCE, 0.98, steps=5):  # fewer would be chance where a step has a few groups
             return ""
         return (
-            f"in {metrics[name]:.0%} of the groups all answers have had the same score for 3 steps, so nothing is "
-            "learned. The task is too easy or too hard for this model, or the reward is constant: change the data, "
-            "raise worker.rollout.n or worker.rollout.temperature, or set algorithm.online_filtering=true"
+            f"in {metrics[NO_VARIANCE]:.0%} of the groups all answers have had the same score for 5 steps, so that "
+            "comparing them teaches nothing. The task is too easy or too hard for this model, or the reward is "
+            "constant: change the data, or raise worker.rollout.n or worker.rollout.temperature"
         )
 
     def _cut_off(self, metrics: Metrics) -> str | None:
@@ -161,7 +166,7 @@ class Alarms:
         )
 
     def _format_collapse(self, metrics: Metrics) -> str | None:
-        names = [name for name in metrics if name.startswith("reward/") and "format" in name]
+        names = [name for name in metrics if FORMAT.fullmatch(name)]
         if not names:
             return None
         for name in names:
@@ -178,7 +183,7 @@ class Alarms:
         if name is None:
             return None
         now, first = fmean(self._last(name, 5)), fmean(self._first[name])
-        if len(self._past[name]) < 10 or now > min(0.02, 0.1 * first):
+        if len(self._past[name]) < 10 or not now <= min(0.02, 0.1 * first):  # NaN is none of this
             return ""
         return (
             f"the entropy has fallen from {first:.3f} to {now:.4f}: the answers to a prompt are nearly all the same. "
@@ -195,9 +200,13 @@ class Alarms:
             usual = median(before) if len(before) >= 5 else math.inf
             if len(last) < 3 or min(last) < 0.5 or (min(last) < 10 * usual and min(last) < 10):
                 return ""
+        if name == "actor/ppo_kl":
+            away, more = "an update takes the model far from the one that sampled", "worker.actor.ppo_epochs"
+        else:
+            away, more = "the model runs away from the reference", "worker.actor.max_grad_norm, raise algorithm.kl_coef"
         return (
-            f"{name} is {metrics[name]:.3g}: the model runs away from the reference. Lower worker.actor.optim.lr or "
-            "worker.actor.max_grad_norm, raise algorithm.kl_coef, or go back to an earlier checkpoint"
+            f"{name} is {metrics[name]:.3g}: {away}. Lower worker.actor.optim.lr or {more}, or go back to an earlier "
+            "checkpoint"
         )
 
     def _repeated_text(self, metrics: Metrics) -> str | None:
