@@ -12,7 +12,7 @@ from typing import Any
 from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
 from foveal.config import Config
-from foveal.data.loader import open_loader
+from foveal.data.loader import PromptLoader, open_loader
 from foveal.errors import CheckpointError, DataError, EngineError, RewardError
 from foveal.folder import RunFolder
 from foveal.preflight import check_runnable, open_processing
@@ -86,6 +86,7 @@ class Trainer:
                 val_loader = open_loader(config, self.processing, "val")
                 val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val", self.processing.tokenizer))
                 images = max(images, val_loader.most_images)
+            self._account_for_rows([self.loader, val_loader] if config.data.val_files else [self.loader])
             self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
             held.callback(self.workers.close)
             if config.data.val_files:
@@ -95,6 +96,15 @@ class Trainer:
                 self._resume(start.folder, start.state)
             self.trackers = Trackers(config, self.root, resume_step=self.step, run_ids=start.tracker_ids(config))
             self._held = held.pop_all()
+
+    def _account_for_rows(self, loaders: list[PromptLoader]) -> None:
+        """Lists every row that is not used; the terminal gets the first few."""
+        path = self.root / "left_out_rows.jsonl"
+        path.unlink(missing_ok=True)
+        for loader in loaders:
+            loader.keep_account(path)
+        if path.exists():
+            console.note(f"all rows that are left out, and why: {path}")
 
     def _count_steps(self) -> int:
         trainer, batch = self.config.trainer, self.config.data.rollout_batch_size

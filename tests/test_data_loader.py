@@ -195,6 +195,20 @@ def test_files_without_a_header_or_missing_are_left_out_at_the_start(
         open_loader(config, processing, "train")
 
 
+def test_every_row_that_is_left_out_is_written_down(processing: Processing, tmp_path: Path) -> None:
+    rows = long_rows(tmp_path)
+    (tmp_path / "1.jpg").write_bytes(b"no picture")
+    cut(tmp_path / "2.jpg")
+    loader = open_loader(config_of(tmp_path, rows, max_prompt_length=256), processing, "train")
+    account = tmp_path / "left_out_rows.jsonl"
+    loader.keep_account(account)
+    loader.take(4)
+    lines = [json.loads(line) for line in account.read_text().splitlines()]
+    found = [line["reason"].partition(":")[0].partition(",")[0] for line in lines]
+    assert found == ["row 7", "row 1", "row 2"]  # too long, unreadable at the start, damaged when it was decoded
+    assert "tokens with 3 images" in lines[0]["reason"] and {line["split"] for line in lines} == {"train"}
+
+
 def long_rows(folder: Path) -> list[dict[str, Any]]:
     noise(448, 448).save(folder / "big.png")
     rows = picture_rows(folder, 12)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,7 +17,7 @@ from foveal.data.ahead import start_ahead
 from foveal.data.images import PictureError
 from foveal.data.prompts import PromptBuilder
 from foveal.data.source import open_rows
-from foveal.data.survey import report, survey
+from foveal.data.survey import left_out, report, survey
 from foveal.errors import DataError
 from foveal.track.console import note
 from foveal.types import Prompt
@@ -45,6 +47,7 @@ class PromptLoader:
 
     Attributes:
         skipped: reason by row number, of the rows left out since the loader was opened.
+        left_out: the reasons of those that were left out when it was opened.
     """
 
     def __init__(
@@ -54,8 +57,11 @@ class PromptLoader:
         split: Literal["train", "val"],
         *,
         most_images: int = 0,
+        left_out: Sequence[str] = (),
     ) -> None:
         self.builder = builder
+        self.left_out = left_out
+        self._account: Path | None = None
         self.split = split
         self.most_images = most_images
         self.skipped: dict[int, str] = {}
@@ -73,6 +79,17 @@ class PromptLoader:
     def steps_per_epoch(self, batch: int) -> int:
         """Whole batches in an epoch."""
         return len(self) // batch
+
+    def keep_account(self, path: Path) -> None:
+        """Adds a line to a JSONL file for each row that is left out, those until now and those to come."""
+        self._account = path
+        for reason in [*self.left_out, *self.skipped.values()]:
+            self._write_down(reason)
+
+    def _write_down(self, reason: str) -> None:
+        if self._account is not None:
+            with self._account.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"split": self.split, "reason": reason}, ensure_ascii=False) + "\n")
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. What is left of an epoch is dropped when it is not enough.
@@ -160,6 +177,7 @@ class PromptLoader:
                     f"{error}. Repair the picture, or set data.on_bad_row=skip to leave its row out."
                 ) from error
             self.skipped[row] = str(error)
+            self._write_down(str(error))
             note(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})")
             return None
 
@@ -230,7 +248,8 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     found = survey(builder, split)
     for line in report(found, data, rows, split):
         note(line)
-    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images)
+    reasons = left_out(found, data, rows)
+    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images, left_out=reasons)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
     return loader

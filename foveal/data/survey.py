@@ -113,6 +113,16 @@ def report(found: Survey, data: DataConfig, rows: Rows, split: str) -> list[str]
     return lines
 
 
+def left_out(found: Survey, data: DataConfig, rows: Rows) -> list[str]:
+    """Why each row that isn't used is not, with its number."""
+    limit = f"data.max_prompt_length is {data.max_prompt_length}"
+    too_long = [
+        f"{rows.name(row)}: {tokens} tokens with {images} image{'' if images == 1 else 's'}; {limit}"
+        for row, tokens, images in found.too_long
+    ]
+    return too_long + found.unreadable
+
+
 def _stop_if_refused(found: Survey, data: DataConfig, rows: Rows) -> None:
     repair = "Repair the pictures, or correct data.image_dir"
     shorten = "Raise data.max_prompt_length, or lower data.max_pixels"
