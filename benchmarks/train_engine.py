@@ -2,8 +2,9 @@
 
     python3 benchmarks/train_engine.py --models 7B,3B,4B --modes bf16+none+compile bf16+full bf16+full+naive
 
-A mode is some words joined by "+": `bf16` (weights and moments in bfloat16) or `amp` (both in float32) or `amp8bit`
-(float32 weights, moments in 8 bits); checkpointing `full`, `selective` or `none`; `compile`; `naive` (every answer
+A mode is some words joined by "+": `bf16` (weights and moments in bfloat16), `amp` (both in float32), `amp8bit`
+(float32 weights, moments in 8 bits) or `lora` (adapters of rank 64 in float32 on all linear layers of frozen bfloat16
+weights; they begin at zero, as in a run); checkpointing `full`, `selective` or `none`; `compile`; `naive` (every answer
 brings its prompt). Left out: bf16, full, eager, shared. The rows are prompts of 560 tokens with a 448×672
 picture of noise, and 5 answers of 512 random tokens, or of 64–1,024 (`ragged`).
 
@@ -40,13 +41,15 @@ from foveal.config import Config, load_config
 from foveal.data.loader import open_loader
 from foveal.errors import DeviceMemoryError
 from foveal.models.loading import DTYPES, prepare
+from foveal.models.lora import is_factor
 from foveal.preflight import open_processing
 from foveal.train.budget import set_budgets
 from foveal.types import Group, Metrics, Prompt, Response
 
 N = 5
 MEMORY_BUDGET = 8192  # of the memory table: `auto` would fill whatever is free
-PRECISIONS = {"bf16": "adamw_bf16", "amp": "adamw", "amp8bit": "adamw_8bit"}
+PRECISIONS = {"bf16": "adamw_bf16", "amp": "adamw", "amp8bit": "adamw_8bit", "lora": "adamw"}
+RANK = 64
 CHECKPOINTING = {"full": "true", "selective": "selective", "none": "false"}
 GRID = [f"{p}+{c}{k}" for p in ("bf16", "amp") for c in CHECKPOINTING for k in ("", "+compile")]
 
@@ -77,8 +80,8 @@ class Mode:
 class RandomWorker(Worker):
     """A worker whose model folder holds no weights."""
 
-    def _load(self, dtype: str) -> Any:
-        model = random_module(Path(self.config.worker.actor.model.model_path or ""), DEVICE, DTYPES[dtype])
+    def _load(self, dtype: str, source: str) -> Any:
+        model = random_module(Path(source), DEVICE, DTYPES[dtype])
         prepare(model, DEVICE)
         return model
 
@@ -113,6 +116,7 @@ def settings(options: argparse.Namespace, mode: Mode, lengths: str, root: Path) 
         "worker.actor.global_batch_size": options.groups // options.steps,
         "worker.actor.model.model_path": root / "model",
         "worker.actor.model.enable_gradient_checkpointing": CHECKPOINTING[mode.checkpointing],
+        "worker.actor.model.lora.rank": RANK if mode.precision == "lora" else 0,
         "worker.actor.optim.strategy": PRECISIONS[mode.precision],
         "worker.actor.use_torch_compile": str(mode.compiled).lower(),
         "worker.actor.shared_prefix": str(mode.shared).lower(),
@@ -121,6 +125,8 @@ def settings(options: argparse.Namespace, mode: Mode, lengths: str, root: Path) 
         "worker.rollout.n": N,
         "trainer.n_gpus_per_node": 1,
     }
+    if mode.precision == "lora":
+        values["worker.actor.fsdp.torch_dtype"] = "bf16"  # on a CPU too
     if options.tiny:
         values["data.min_pixels"] = 3136
     return load_config([*(f"{key}={value}" for key, value in values.items()), *options.set])
@@ -231,7 +237,7 @@ def measure(size: str, options: argparse.Namespace, root: Path) -> None:
     def passes(mode: Mode) -> None:
         config = settings(options, mode, options.lengths[0], root)
         worker = RandomWorker(config, processing, train=True, images=1)
-        record.values["parameters"] = sum(p.numel() for p in worker.model.parameters())
+        record.values["parameters"] = sum(p.numel() for n, p in worker.model.named_parameters() if not is_factor(n))
         assert worker.policy is not None
         few = prompts if mode.shared else prompts[: options.groups // options.steps]
         for number, lengths in enumerate(options.lengths if mode.shared else ["equal"]):

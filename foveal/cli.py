@@ -5,6 +5,7 @@ Nothing heavy is imported until a command needs it, so that `foveal --help` and 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ Reinforcement fine-tuning for vision-language models.
 commands:
   train [config=FILE] [KEY=VALUE …]          train; --print-config checks and prints the configuration alone
   eval MODEL [config=FILE] [KEY=VALUE …]     score a Hugging Face folder, hub id or checkpoint on data.val_files
-  check --parity [config=FILE] [KEY=VALUE …] compare the log-probabilities of engine and trainer on real rows
+  check [config=FILE] [KEY=VALUE …]          look for faults in data and reward function before a run, without a GPU
   merge --local_dir …/global_step_N/actor    turn a checkpoint into a Hugging Face folder
   quickstart                                 build a tiny model and a picture task, and improve it with GRPO (CPU)
 
@@ -43,20 +44,28 @@ _EVAL_HELP = """\
 usage: foveal eval MODEL [config=FILE] [KEY=VALUE …]
 
 Scores MODEL on data.val_files with worker.reward.reward_function, with the metrics and sample files of a training run.
-MODEL is a Hugging Face folder, a hub id, or a checkpoint (…/global_step_N). Files go to the folder `eval`
-in trainer.save_checkpoint_path.
+MODEL is a Hugging Face folder, a hub id, a checkpoint (…/global_step_N), or `latest` or `best` of the run that the
+configuration names. Files go to the folder `eval` in trainer.save_checkpoint_path.
 """
 
 _CHECK_HELP = """\
-usage: foveal check --parity [--rows N] [config=FILE] [KEY=VALUE …]
+usage: foveal check [--rows N] [--generate N] [--html FILE] [config=FILE] [KEY=VALUE …]
+       foveal check --parity [--rows N] [config=FILE] [KEY=VALUE …]
 
-Samples worker.rollout.n answers to the first rows of data.train_files, scores the same answers with the trainer's
-forward pass, and prints how far the two sides' log-probabilities are apart: mean, max and the worst token. Then it
-changes every weight a little in memory, hands the weights over again, and does the same once more. Nothing is written
-and no reward function is needed. Exit status 1: beyond the bound (max 1e-4 in float32, mean 0.03 in bf16).
+Looks at every row of data.train_files and data.val_files, decodes pictures of some, shows prompts as the model will get
+them, and tries the reward function on right, wrong, empty and truncated answers. It needs no GPU and no weights of a
+model. Exit status 1: there is an error, which would stop a run or spoil it.
 
-  --parity   this comparison, which is the only check for now
-  --rows N   prompts to take (16); numbers in the output count from 0
+  --rows N      rows whose pictures are decoded, and which the reward is tried on (1000)
+  --generate N  let the model answer N prompts too, and score the answers (0)
+  --html FILE   write a page with prompts and their pictures
+
+--parity samples worker.rollout.n answers to the first rows of data.train_files, scores the same answers with the
+trainer's forward pass, and prints how far the two sides' log-probabilities are apart: mean, max and the worst token.
+Then it changes every weight a little in memory, hands the weights over again, and does the same once more. Nothing is
+written and no reward function is needed. Exit status 1: beyond the bound (max 1e-4 in float32, mean 0.03 in bf16).
+
+  --rows N      prompts to take (16); numbers in the output count from 0
 """
 
 
@@ -79,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.stderr.isatty():  # the libraries' loading bars would fill a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # torchao, which transformers imports where it is there, registers what torch knows by itself
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         return command(args[1:])
     except FovealError as error:
@@ -125,22 +136,12 @@ def _eval(args: list[str]) -> int:
 
 
 def _check(args: list[str]) -> int:
-    if _wants_help(args) or "--parity" not in args:
+    if _wants_help(args) or not args:
         console.note(_CHECK_HELP)
-        return 0 if _wants_help(args) else 2
-    import argparse
+        return 0 if args else 2
+    from foveal.check.command import check_command
 
-    parser = argparse.ArgumentParser(prog="foveal check", usage=_CHECK_HELP.splitlines()[0].removeprefix("usage: "))
-    parser.add_argument("--parity", action="store_true")
-    parser.add_argument("--rows", type=int, default=16)
-    options, rest = parser.parse_known_args(args)
-    unknown = [arg for arg in rest if arg.startswith("-")]
-    if unknown or options.rows < 1:
-        parser.error(f"no option {unknown[0]}" if unknown else f"--rows: {options.rows} given; allowed: an integer ≥ 1")
-    from foveal.config import load_config
-    from foveal.parity import check_parity
-
-    return check_parity(load_config([*rest, "trainer.val_only=false"]), options.rows)
+    return check_command(args)
 
 
 def _merge(args: list[str]) -> int:

@@ -17,7 +17,7 @@ from foveal.track import Trackers, console
 from foveal.track.metrics import timing_metrics
 from foveal.track.timing import timer
 from foveal.train.checkpoint import check_actor
-from foveal.train.retention import Checkpoints
+from foveal.train.retention import WORDS, Checkpoints
 from foveal.train.step_folder import read_state
 from foveal.validation import Validator
 
@@ -28,8 +28,9 @@ def evaluate(config: Config, model: str | None = None) -> int:
     Args:
         config: its `checkpoint_dir` gets a folder `eval/MODEL` for logs and samples, so that neither a training run's
             own nor another model's are touched.
-        model: a Hugging Face folder, a hub id, or a checkpoint. None takes `trainer.load_checkpoint_path`, else the
-            run's last checkpoint where `trainer.find_last_checkpoint` is set, else `worker.actor.model.model_path`.
+        model: a Hugging Face folder, a hub id, a checkpoint, or `latest` or `best` of the run. None takes
+            `trainer.load_checkpoint_path`, else the run's last checkpoint where `trainer.find_last_checkpoint` is set,
+            else `worker.actor.model.model_path`.
 
     Returns:
         0
@@ -44,6 +45,8 @@ def evaluate(config: Config, model: str | None = None) -> int:
         config.worker.actor.model.model_path = str(checkpoint / "actor" / "huggingface")
         config.worker.actor.model.tokenizer_path = None
         config.worker.actor.model.lora = _adapters(checkpoint / "actor")
+        config.worker.actor.model.freeze_language_model = False  # adapters of frozen parts count too
+        config.worker.actor.model.freeze_vision_tower = config.worker.actor.model.freeze_projector = False
     elif model is not None:
         config.worker.actor.model.model_path = model
         config.worker.actor.model.tokenizer_path = None
@@ -55,7 +58,7 @@ def evaluate(config: Config, model: str | None = None) -> int:
     loader = open_loader(config, processing, "val")
     step = read_state(checkpoint).get("step", 0) if checkpoint else 0
     timings: dict[str, float] = {}
-    with RewardRunner(config.worker.reward, "val") as rewards, ExitStack() as held:
+    with RewardRunner(config.worker.reward, "val", processing.tokenizer) as rewards, ExitStack() as held:
         workers = start_workers(
             config,
             processing,
@@ -87,7 +90,8 @@ def _checkpoint(config: Config, model: str | None) -> Path | None:
     """The `global_step_N` folder that is meant, or None for a plain model."""
     checkpoints = Checkpoints(config.trainer.checkpoint_dir, -1)
     if model is not None:
-        return checkpoints.resolve(model, contents=True) if _looks_like_checkpoint(Path(model)) else None
+        is_checkpoint = model in WORDS or _looks_like_checkpoint(Path(model))
+        return checkpoints.resolve(model, contents=True) if is_checkpoint else None
     if config.trainer.load_checkpoint_path:
         return checkpoints.resolve(config.trainer.load_checkpoint_path, contents=True)
     return checkpoints.latest(contents=True) if config.trainer.find_last_checkpoint else None

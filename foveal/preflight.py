@@ -68,6 +68,7 @@ def open_processing(config: Config) -> Processing:
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         chat_template=_chat_template(config),
+        video_fps=config.data.video_fps,
     )
     processing.feature_dtype = _feature_dtype(config)
     return processing
@@ -114,6 +115,6 @@ def _chat_template(config: Config) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: a `~name` without a home
         raise ConfigError(f"data.override_chat_template: cannot read {path!r} ({error}); give a Jinja file.") from error

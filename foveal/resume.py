@@ -16,6 +16,7 @@ from foveal.errors import CheckpointError
 from foveal.models.loading import empty_model
 from foveal.track import console
 from foveal.train.checkpoint import check_critic
+from foveal.train.processes import in_first_process
 from foveal.train.retention import WORDS, Checkpoints
 
 _FREE = ("trainer.",)
@@ -50,10 +51,13 @@ class Start:
 def find_start(config: Config, checkpoints: Checkpoints, *, has_critic: bool) -> Start:
     """What `trainer.load_checkpoint_path` names, or the run's own last checkpoint that is not damaged.
 
+    The run must hold its folder.
+
     Raises:
         CheckpointError: the one that was named is damaged, or this run cannot go on from it.
     """
     trainer = config.trainer
+    in_first_process(checkpoints.restore)
     if (weights := plain_model(trainer.load_checkpoint_path)) is not None:
         check_plain_model(weights, config)
         console.note(f"starting from the weights in {weights}: step 0, with a fresh optimizer")

@@ -12,7 +12,7 @@ from typing import Any
 from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
 from foveal.config import Config
-from foveal.data.loader import open_loader
+from foveal.data.loader import PromptLoader, open_loader
 from foveal.errors import CheckpointError, DataError, EngineError, RewardError, WorkerError
 from foveal.folder import RunFolder
 from foveal.preflight import check_runnable, open_processing
@@ -22,6 +22,7 @@ from foveal.rollout import surplus
 from foveal.rollout.collect import Collector, training_sampling
 from foveal.signals import Stopped, StopSignals
 from foveal.track import Trackers, console
+from foveal.track.alarms import Alarms, signs
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
 from foveal.track.timing import timer
@@ -65,12 +66,13 @@ class Trainer:
         self.val_score: tuple[int, float | None] = (-1, None)
         self.record: Metrics = {}
         self.signals = StopSignals()
+        self.alarms = Alarms()
         self._started = time.monotonic()
         self._told_of_metric = False
         with ExitStack() as held:
             held.callback(RunFolder(self.root).close)
             start = find_start(config, self.checkpoints, has_critic=self.has_critic)
-            rewards = held.enter_context(RewardRunner(config.worker.reward, "train"))
+            rewards = held.enter_context(RewardRunner(config.worker.reward, "train", self.processing.tokenizer))
             self.loader = open_loader(config, self.processing, "train")
             self.validator: Validator | None = None
             self.total_steps = self._count_steps()
@@ -82,8 +84,9 @@ class Trainer:
             images = self.loader.most_images
             if config.data.val_files:
                 val_loader = open_loader(config, self.processing, "val")
-                val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val"))
+                val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val", self.processing.tokenizer))
                 images = max(images, val_loader.most_images)
+            self._account_for_rows([self.loader, val_loader] if config.data.val_files else [self.loader])
             self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
             held.callback(self.workers.close)
             if config.data.val_files:
@@ -93,6 +96,15 @@ class Trainer:
                 self._resume(start.folder, start.state)
             self.trackers = Trackers(config, self.root, resume_step=self.step, run_ids=start.tracker_ids(config))
             self._held = held.pop_all()
+
+    def _account_for_rows(self, loaders: list[PromptLoader]) -> None:
+        """Lists every row that is not used; the terminal gets the first few."""
+        path = self.root / "left_out_rows.jsonl"
+        path.unlink(missing_ok=True)
+        for loader in loaders:
+            loader.keep_account(path)
+        if path.exists():
+            console.note(f"all rows that are left out, and why: {path}")
 
     def _count_steps(self) -> int:
         trainer, batch = self.config.trainer, self.config.data.rollout_batch_size
@@ -115,29 +127,36 @@ class Trainer:
         """
         with self.signals:
             try:
-                self._run()
-                self.checkpoints.wait()
-                return 0
-            except Stopped as stop:
-                self._save_after(f"{signal.Signals(stop.signum).name} (a second one stops at once)")
-                return 128 + stop.signum
-            except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
-                try:
-                    if not self._is_saved():
-                        self._save_after(type(error).__name__)
-                except (
-                    CheckpointError,
-                    OSError,
-                    RuntimeError,
-                    WorkerError,
-                ) as failure:  # with the engine the whole device may be gone
-                    console.warn(f"step {self.step} could not be saved: {failure}")
-                raise
+                return self._run_and_save()
             except KeyboardInterrupt:
                 self.checkpoints.abandon()
                 raise
             finally:
                 self.close()
+
+    def _run_and_save(self) -> int:
+        """As `fit`, up to the last save."""
+        try:
+            self._run()
+            self.checkpoints.wait()
+            return 0
+        except Stopped as stop:
+            name = signal.Signals(stop.signum).name
+            console.note(f"{name}: stopping once step {self.step} is saved (a second one stops at once)")
+            self._save_after(name)
+            return 128 + stop.signum
+        except (DataError, EngineError, RewardError) as error:  # between updates: the weights are those of a step
+            try:
+                if not self._is_saved():
+                    self._save_after(type(error).__name__)
+            except (
+                CheckpointError,
+                OSError,
+                RuntimeError,
+                WorkerError,
+            ) as failure:  # with the engine the whole device may be gone
+                console.warn(f"step {self.step} could not be saved: {failure}")
+            raise
 
     def _run(self) -> None:
         trainer = self.config.trainer
@@ -329,8 +348,9 @@ class Trainer:
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
         metrics["perf/elapsed_s"] = self._elapsed()
         metrics |= self.workers.performance(timings)
-        self.record |= metrics
+        metrics |= signs(groups)
         console.step_line(self.step, self.total_steps, metrics)
+        self.record |= metrics | self.alarms.look(self.step, metrics)
         self._warn_of_nothing_learned(groups)
 
     def _warn_of_nothing_learned(self, groups: list[Group]) -> None:

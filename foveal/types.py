@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # reward processes import this and do without torch
+    import torch
 
 Metrics: TypeAlias = dict[str, float]
 IntArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -37,6 +37,7 @@ class Validator:
             `val/reward_score`, `val/KEY_reward`, `val_response_length/…`, and the first
             `trainer.val_generations_to_log` answers.
         """
+        self.rewards.step = step
         sampling = validation_sampling(self.config)
         groups: list[Group] = []
         shown: list[Sample] = []

@@ -74,6 +74,7 @@ class Run:
 
     def loaded(self) -> int:
         """The step of the latest checkpoint, all of which is read and compared."""
+        self.checkpoints.restore()
         folder = self.checkpoints.latest(contents=True)
         if folder is None:
             return 0

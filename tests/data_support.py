@@ -14,7 +14,7 @@ from foveal.config.schema_data import DataConfig
 from foveal.data.loader import PromptLoader
 from foveal.data.processing import Processing
 from foveal.data.prompts import PromptBuilder
-from foveal.data.source import load_rows
+from foveal.data.source import open_rows
 from foveal.data.survey import survey
 
 
@@ -41,10 +41,11 @@ def picture_rows(folder: Path, count: int) -> list[dict[str, Any]]:
     return [{"prompt": "<image>Which?", "answer": str(i), "images": [f"{i}.jpg"]} for i in range(count)]
 
 
-def builder_of(processing: Processing, spec: str, **options: Any) -> PromptBuilder:
-    return PromptBuilder(DataConfig(**options), processing, load_rows(spec))
+def builder_of(processing: Processing, spec: str | list[str], **options: Any) -> PromptBuilder:
+    data = DataConfig(**options)
+    return PromptBuilder(data, processing, open_rows(data, spec))
 
 
-def loader_of(processing: Processing, spec: str, split: str = "train", **options: Any) -> PromptLoader:
+def loader_of(processing: Processing, spec: str | list[str], split: str = "train", **options: Any) -> PromptLoader:
     builder = builder_of(processing, spec, **options)
     return PromptLoader(builder, survey(builder, split).usable, split)  # type: ignore[arg-type]

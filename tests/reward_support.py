@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from foveal.config.schema_worker import RewardConfig
+from foveal.config.schema_reward import RewardConfig
 from foveal.reward.runner import RewardRunner
-from foveal.types import Group, Prompt, Response
+from foveal.types import Group, Metrics, Prompt, Response
 
 
 def write(path: Path, source: str) -> Path:
@@ -38,3 +38,11 @@ def make_runner(
 
 def overall(group: Group) -> list[float]:
     return [response.rewards["overall"] for response in group.responses]
+
+
+def score(runner: RewardRunner, *groups: Group) -> Metrics:
+    """Starts the runner, scores one round, and closes it."""
+    with runner:
+        for group in groups:
+            runner.submit(group)
+        return runner.finish(groups)

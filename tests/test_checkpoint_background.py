@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,3 +210,31 @@ def test_a_full_disk_in_one_of_several_threads_is_an_error(tmp_path: Path, monke
     module, optimizer = trained()
     with full_disk(), pytest.raises(CheckpointError, match="cannot write the checkpoint of step 1"):
         Checkpoints(tmp_path, 1).save(1, snapshot_of(take_state(module, optimizer)).write, None)
+
+
+ABANDONED = """
+import sys, time
+from pathlib import Path
+from foveal.train.retention import Checkpoints
+from foveal.train.sums import SummedFile
+from tests.test_checkpoint_background import snapshot_of, take_state, trained
+
+SummedFile.write = lambda self, data: print("writing", flush=True) or time.sleep(1000)
+checkpoints = Checkpoints(Path(sys.argv[1]), -1)
+checkpoints.save(1, snapshot_of(take_state(*trained())).write, None, background=True)
+sys.stdin.readline()
+checkpoints.abandon()
+"""
+
+
+def test_a_process_ends_while_an_abandoned_save_is_written(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ABANDONED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout and process.stdout.readline() == "writing\n"
+        try:
+            process.stdin.write("\n")
+            process.stdin.close()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()

@@ -181,7 +181,18 @@ def test_kill_while_a_step_is_replaced_brings_the_former_one_back(
     checkpoints = Checkpoints(tmp_path, -1)
     checkpoints.save(1, write, None)
     (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.replaced")
+    checkpoints.restore()
     assert checkpoints.latest() == tmp_path / "global_step_1"
+
+
+def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    checkpoints = Checkpoints(tmp_path, -1)
+    checkpoints.save(1, write, 0.5)
+    checkpoints.save(2, write, None)
+    (tmp_path / "global_step_2").rename(tmp_path / "global_step_2.replaced")  # a run is in the middle of a save
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert checkpoints.latest() == checkpoints.best() == checkpoints.resolve("best") == tmp_path / "global_step_1"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("content", [None, "", '{"last_global_step": 7}', "[]"])
@@ -220,6 +231,16 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("files", [[], {"surplus.safetensors": 3}])
+def test_latest_passes_over_a_state_that_makes_no_sense(
+    tmp_path: Path, write: Callable[[Path], None], files: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_all(Checkpoints(tmp_path, -1), write, {1: None, 2: None})
+    (tmp_path / "global_step_2" / "trainer_state.json").write_text(json.dumps({"files": files}))
+    assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_1"
+    assert "trainer_state.json is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["global_step_2", "best"])
 def test_a_damaged_checkpoint_that_was_named_is_an_error(
     tmp_path: Path, write: Callable[[Path], None], name: str
@@ -255,7 +276,7 @@ def test_resolve(tmp_path: Path, write: Callable[[Path], None], named: str) -> N
     assert Checkpoints(tmp_path / "elsewhere", -1).resolve(tmp_path / named) == tmp_path / "global_step_1"
 
 
-@pytest.mark.parametrize(("named", "fault"), [("absent", "does not exist"), (".", "holds no whole checkpoint")])
+@pytest.mark.parametrize(("named", "fault"), [("absent", "is no folder"), (".", "holds no whole checkpoint")])
 def test_resolve_says_what_to_give(tmp_path: Path, named: str, fault: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{fault}\. Give …/global_step_N"):
         Checkpoints(tmp_path, -1).resolve(tmp_path / named)

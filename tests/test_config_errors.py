@@ -42,6 +42,11 @@ def test_an_unknown_section_is_named_even_when_it_is_empty() -> None:
     [
         ("data.seed=true", "data.seed: true given; allowed: an integer ≥ 0 (default 1)"),
         ("data.rollout_batch_size=0", "data.rollout_batch_size: 0 given; allowed: an integer ≥ 1 (default 512)"),
+        (
+            "worker.actor.model.lora.target_modules=(q_proj",
+            "worker.actor.model.lora.target_modules: (q_proj given, which is no regular expression (missing ), "
+            "unterminated subpattern at position 0); or give a list of names",
+        ),
         ("data.shuffle=maybe", "data.shuffle: maybe given; allowed: true or false (default true)"),
         ("data.prompt_key=", "data.prompt_key: '' given; allowed: text that is not empty (default prompt)"),
         ("worker.rollout.top_p=1.5", "worker.rollout.top_p: 1.5 given; allowed: a number > 0 and ≤ 1 (default 1.0)"),

@@ -47,6 +47,8 @@ def from_file(folder: Path, text: str, *argv: str) -> Config:
         ("worker.actor.fsdp.torch_dtype=bfloat16", "bf16"),
         ("worker.actor.token_budget=4096", 4096),
         ("worker.actor.model.lora.target_modules=q_proj,v_proj", ["q_proj", "v_proj"]),
+        ("worker.actor.model.lora.target_modules=q_proj", ["q_proj"]),
+        (r"worker.actor.model.lora.target_modules=.*\.\d{1,2}\..*", r".*\.\d{1,2}\..*"),
         ("worker.actor.model.lora.exclude_modules=.*visual.*", ".*visual.*"),
         ('worker.rollout.val_override_config={"n":16,"temperature":1.0}', {"n": 16, "temperature": 1.0}),
         ("worker.reward.reward_function_kwargs={x: 1e-3, y: '1e-3'}", {"x": 1e-3, "y": "1e-3"}),

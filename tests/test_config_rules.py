@@ -135,12 +135,14 @@ def test_what_adapters_leave_without_effect() -> None:
     lora = "worker.actor.model.lora"
     given = load(*keys, f"{lora}.rank=8", f"{lora}.alpha=16")
     assert no_effect(given, "vllm") == [
-        "no effect here: worker.ref.fsdp.torch_dtype (with LoRA the reference is the actor's model without its "
-        "adapters)"
+        "no effect here: worker.ref.fsdp.torch_dtype (with LoRA the reference is the actor's own model as it "
+        "was at the start)"
     ]
     assert remarks(given) == []  # about rounded steps
     lines = no_effect(load(f"{lora}.alpha=16", f"{lora}.exclude_modules=.*visual.*"), "vllm")
     assert lines == [f"no effect here: {lora}.alpha ({lora}.rank is 0)"]
+    (line,) = no_effect(load(f"{lora}.adapter_path=adapter", f"{lora}.target_modules=[q_proj]"), "vllm")
+    assert line.startswith(f"no effect here: {lora}.target_modules (the adapter's own layers")
 
 
 def test_keys_of_vllm_have_their_effect_on_vllm() -> None:
@@ -198,3 +200,22 @@ def test_the_rate_of_a_frozen_part_has_no_effect() -> None:
     (line,) = no_effect(load(*argv), "vllm")
     assert line.startswith("no effect here: worker.actor.optim.lr_vision (")
     assert no_effect(load(argv[1]), "vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["worker.reward.reward_function=a.py:f", "worker.reward.functions={a: {function: 'b.py:f'}}"], "make that"),
+        (["worker.reward.functions={overall: {function: 'b.py:f'}}"], "called overall"),
+        (["worker.reward.functions={a: {function: 'b.py:f', only_for: [geo]}}"], "set worker.reward.route_by"),
+        (["worker.reward.reward_function=a.py:f", "worker.reward.route_by=source"], "no function has only_for"),
+        (["worker.reward.functions={a: {funktion: 'b.py:f'}}"], "names, each to a mapping of function, kwargs, weig"),
+    ],
+)
+def test_reward_functions_that_contradict_each_other_are_refused(arguments: list[str], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_a_key_of_one_of_several_reward_functions_can_be_overridden() -> None:
+    config = load("worker.reward.functions={a: {function: 'b.py:f', weight: 2}}", "worker.reward.functions.a.weight=3")
+    assert config.worker.reward.functions["a"].weight == 3

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 
 from foveal.data import images
 from foveal.data.images import PictureError, decode_image, locate, media_values, picture_size, to_media
+from foveal.data.video import locate_video
 from foveal.errors import DataError
 from tests.data_support import encoded, noise
 
@@ -30,8 +31,16 @@ def test_ways_to_have_one_picture(value: object) -> None:
 def test_every_form_of_a_picture_gives_its_bytes(tmp_path: Path) -> None:
     data = encoded(noise(8, 8))
     (tmp_path / "a.png").write_bytes(data)
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    for value in (data, {"bytes": data, "path": "gone.png"}, {"bytes": None, "path": "a.png"}, "a.png", url):
+    text = base64.b64encode(data).decode()
+    for value in (
+        data,
+        {"bytes": data, "path": "gone.png"},
+        {"bytes": None, "path": "a.png"},
+        {"bytes": text, "path": None},
+        "a.png",
+        text,
+        f"data:image/png;base64,{text}",
+    ):
         assert to_media(*locate(value, str(tmp_path), "row 0, image 0")).data == data
 
 
@@ -45,8 +54,20 @@ def test_missing_file_names_row_and_path(tmp_path: Path) -> None:
         locate("gone.png", str(tmp_path), "row 3, image 1")
 
 
+@pytest.mark.parametrize("noun", ["picture", "video"])
+def test_a_name_that_begins_like_a_home_folder_is_a_name(noun: str) -> None:
+    find = locate if noun == "picture" else locate_video
+    with pytest.raises(PictureError, match=r"row 3.*there is no file ~nobody-has-this-name\.bin"):
+        find("~nobody-has-this-name.bin", None, "row 3")
+
+
+def test_an_address_of_a_file_here_is_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    assert locate(f"file://{tmp_path / 'a.png'}", None, "row 3")[0] == tmp_path / "a.png"
+
+
 def test_web_address_is_refused() -> None:
-    with pytest.raises(DataError, match=r"row 0, image 0 is a web address.*downloads no pictures"):
+    with pytest.raises(DataError, match=r"row 0, image 0 is a web address.*allow_urls=true"):
         locate("https://example.com/a.png", None, "row 0, image 0")
 
 
@@ -121,7 +142,12 @@ def test_large_picture_is_brought_to_the_models_size(monkeypatch: pytest.MonkeyP
     data = encoded(smooth, kind)
     monkeypatch.setattr(images, "SHRINK_ABOVE", 1000)
     asked = []
-    out = decode_image(data, "x", lambda size: asked.append(size) or (56, 84))
+
+    def target(size: tuple[int, int]) -> tuple[int, int]:
+        asked.append(size)
+        return 56, 84
+
+    out = decode_image(data, "x", target)
     assert asked == [(600, 900)]
     assert out.size == (84, 56)
     plain = np.asarray(smooth.resize((84, 56), Image.Resampling.BICUBIC), dtype=float)
@@ -136,6 +162,52 @@ def test_large_turned_picture_is_upright(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.size == (20, 30)
 
 
-def test_base64_without_its_head_is_unreadable_and_says_what_is_missing() -> None:
+def test_broken_base64_is_unreadable() -> None:
+    with pytest.raises(PictureError, match="row 3, image 0: not valid base64"):
+        locate("iVBORw0KGgo" * 10 + "A", None, "row 3, image 0")
+
+
+def test_a_text_that_is_too_long_for_a_path_says_how_base64_begins() -> None:
     with pytest.raises(PictureError, match=r"is no path: File name too long.*data:image/png;base64,"):
-        locate("iVBORw0KGgo" * 1000, None, "row 3, image 0")
+        locate("x" * 1000, None, "row 3, image 0")
+
+
+def test_a_dict_that_holds_no_picture_is_an_error_and_not_no_picture() -> None:
+    values = media_values([{"url": "a.png"}, {"bytes": None, "path": None}], "row 0")
+    assert values == [{"url": "a.png"}]
+    with pytest.raises(DataError, match="row 0, image 0 is a dict; a picture is bytes"):
+        locate(values[0], None, "row 0, image 0")
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_an_animation_is_said_once(kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(images, "_said_animated", False)
+    data = encoded(noise(8, 8), kind, save_all=True, append_images=[noise(8, 8, 1), noise(8, 8, 2)])
+    for _ in range(3):
+        decode_image(data, "row 3, image 0")
+    assert capsys.readouterr().out.count("row 3, image 0: an animation") == 1
+
+
+def test_numbers_without_a_range_are_refused() -> None:
+    for pixels_of in (np.full((4, 4), 70_000, np.int32), np.ones((4, 4), np.float32)):
+        with pytest.raises(PictureError, match=r"row 0, image 0: .*no defined range"):
+            decode_image(encoded(Image.fromarray(pixels_of), "TIFF"), "row 0, image 0")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK", "I;16", "L"])
+def test_large_pictures_of_every_mode_look_as_small_ones_do(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    smooth = noise(6, 9).resize((90, 60), Image.Resampling.BICUBIC)
+    if mode == "I;16":
+        picture = Image.fromarray(np.asarray(smooth.convert("L")).astype(np.uint16) * 257)
+    else:
+        picture = smooth.convert(mode)
+    data = encoded(picture, "TIFF" if mode == "CMYK" else "PNG")
+    plain = decode_image(data, "x").resize((30, 20), Image.Resampling.BICUBIC)
+    monkeypatch.setattr(images, "SHRINK_ABOVE", 100)
+    shrunk = decode_image(data, "x", lambda size: (20, 30))
+    assert np.abs(np.asarray(shrunk, dtype=float) - np.asarray(plain, dtype=float)).mean() < 3
+
+
+def test_a_rule_that_would_change_its_own_result_shrinks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SHRINK_ABOVE", 100)
+    assert decode_image(encoded(noise(30, 40)), "x", lambda size: None).size == (40, 30)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,16 @@ def test_resume_with_other_data_is_refused(processing: Processing, text_rows: st
         loader_of(processing, f"{text_rows}@train[:3]").load_state_dict(state)
 
 
+def test_resume_with_as_many_other_rows_is_refused(processing: Processing, tmp_path: Path) -> None:
+    spec = write_lines(tmp_path / "rows.jsonl", picture_rows(tmp_path, 8))
+    (tmp_path / "2.jpg").rename(tmp_path / "away.jpg")
+    state = loader_of(processing, spec, image_dir=str(tmp_path)).state_dict()
+    (tmp_path / "away.jpg").rename(tmp_path / "2.jpg")
+    (tmp_path / "5.jpg").unlink()
+    with pytest.raises(DataError, match="usable was"):
+        loader_of(processing, spec, image_dir=str(tmp_path)).load_state_dict(state)
+
+
 def test_validation_is_one_pass_and_keeps_the_last_batch(processing: Processing, text_rows: str) -> None:
     loader = loader_of(processing, text_rows, "val", val_batch_size=4)
     for _ in range(2):
@@ -181,6 +193,20 @@ def test_files_without_a_header_or_missing_are_left_out_at_the_start(
     config.data.on_bad_row = "stop"
     with pytest.raises(DataError, match="2 of 8 rows"):
         open_loader(config, processing, "train")
+
+
+def test_every_row_that_is_left_out_is_written_down(processing: Processing, tmp_path: Path) -> None:
+    rows = long_rows(tmp_path)
+    (tmp_path / "1.jpg").write_bytes(b"no picture")
+    cut(tmp_path / "2.jpg")
+    loader = open_loader(config_of(tmp_path, rows, max_prompt_length=256), processing, "train")
+    account = tmp_path / "left_out_rows.jsonl"
+    loader.keep_account(account)
+    loader.take(4)
+    lines = [json.loads(line) for line in account.read_text().splitlines()]
+    found = [line["reason"].partition(":")[0].partition(",")[0] for line in lines]
+    assert found == ["row 7", "row 1", "row 2"]  # too long, unreadable at the start, damaged when it was decoded
+    assert "tokens with 3 images" in lines[0]["reason"] and {line["split"] for line in lines} == {"train"}
 
 
 def long_rows(folder: Path) -> list[dict[str, Any]]:
@@ -342,3 +368,22 @@ def test_the_most_images_of_a_prompt_are_known(processing: Processing, tmp_path:
     assert open_loader(config, processing, "train").most_images == 3
     config.data.val_files = write_lines(tmp_path / "val.jsonl", [{"prompt": "q", "answer": "a"}])
     assert open_loader(config, processing, "val").most_images == 0
+
+
+def test_nothing_but_the_batch_in_use_and_the_next_is_held(
+    processing: Processing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processing, "_feature_cache", FeatureCache())
+    loader = open_loader(config_of(tmp_path, picture_rows(tmp_path, 10), shuffle=True), processing, "train")
+    refs: list[weakref.ref[Prompt]] = []
+    for _ in range(30):
+        prompts = loader.take(4)
+        for prompt in prompts:
+            processing.features(prompt)
+        finish_background()
+        refs += [weakref.ref(prompt) for prompt in prompts]
+    assert [ref() for ref in refs if ref() is not None] == prompts
+    assert len(loader._ahead) == 4
+    size = sum(value.nbytes for value in processing.features(prompts[0]).values())
+    gc.collect()
+    assert processing._feature_cache.used == 8 * size

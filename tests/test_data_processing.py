@@ -101,6 +101,34 @@ def test_shrinking_while_decoding_changes_no_grid(processing: Processing, monkey
     assert (plain["pixel_values"] - shrunk["pixel_values"]).abs().mean() < 0.1
 
 
+@pytest.mark.parametrize("limits", [(None, None), (784, 5000), (4096, 4096), (1, 800)])
+def test_tiny_and_extreme_pictures_have_the_tokens_of_their_own_size(
+    folder: Path, limits: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processing = load_processing(str(folder), min_pixels=limits[0], max_pixels=limits[1])
+    text = chat(processing, 1)
+    for shrink in (10**9, 1):
+        monkeypatch.setattr(images, "SHRINK_ABOVE", shrink)
+        for size in [(1, 1), (1, 2), (3, 1), (3, 3), (1, 200), (199, 1), (7, 1400), (1400, 7), (28, 5000), (40, 4000)]:
+            media = [Media("image", encoded(noise(*size)), "x")]
+            assert processing.count_tokens([text], [[size]]) == [len(processing.encode(text, media)[1])], size
+
+
+def test_the_limits_of_a_published_configuration_give_way_to_the_runs(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "processor_config.json").unlink()
+    own = load_processing(str(folder)).processor
+    published = json.loads(own.image_processor.to_json_string()) | {"min_pixels": 3136, "max_pixels": 12845056}
+    published |= {"processor_class": type(own).__name__}
+    del published["size"]
+    (tmp_path / "m" / "preprocessor_config.json").write_text(json.dumps(published))
+    processing = load_processing(str(tmp_path / "m"), min_pixels=4096, max_pixels=20_000)
+    patch = processing.processor.image_processor.patch_size
+    for size, least, most in (((1000, 1000), 10_000, 20_000), ((10, 10), 4096, 10_000)):
+        grid = processing.encode(chat(processing, 1), media_of(size))[2]["image_grid_thw"]
+        assert least <= int(grid.prod()) * patch**2 <= most
+
+
 def test_vision_ids_are_forbidden_and_end_ids_joined(folder: Path) -> None:
     processing = load_processing(str(folder))
     names = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]

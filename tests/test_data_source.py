@@ -43,8 +43,16 @@ def test_jsonl_columns_are_those_of_any_row(tmp_path: Path) -> None:
 def test_broken_json_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "q"}\n\n{"prompt": \n')
+    rows = load_rows(str(path))
+    assert rows[0] == {"prompt": "q"}
     with pytest.raises(DataError, match=r"a\.jsonl, line 3 is not valid JSON"):
-        load_rows(str(path))
+        rows[1]
+
+
+def test_a_file_without_one_readable_line_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("not\njson\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 is not valid JSON"):
+        load_rows(str(tmp_path / "a.jsonl"))
 
 
 def test_json_list_and_json_lines_in_a_json_file(tmp_path: Path) -> None:
@@ -125,8 +133,78 @@ def test_part_of_a_split(tmp_path: Path, part: str, expected: list[int]) -> None
     assert [row["n"] for row in load_rows(f"{path}@train{part}")] == expected
 
 
-def test_single_file_takes_any_split_name(tmp_path: Path) -> None:
-    assert len(load_rows(write_lines(tmp_path / "a.jsonl", [ROW]) + "@test")) == 1
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "train.json"])
+def test_a_single_file_has_no_other_split(tmp_path: Path, name: str) -> None:
+    if name.endswith("parquet"):
+        write_parquet(tmp_path / name, [ROW])
+    else:
+        write_lines(tmp_path / name, [ROW])
+    with pytest.raises(DataError, match=rf"{name} is one file, which has no split 'test'\. Write .*\[:90%\]"):
+        load_rows(f"{tmp_path / name}@test")
+    assert len(load_rows(f"{tmp_path / name}@train")) == 1
+
+
+@pytest.mark.parametrize("split", ["@test", "@train", ""])
+def test_a_single_file_named_by_its_split(tmp_path: Path, split: str) -> None:
+    assert len(load_rows(write_lines(tmp_path / "my_test.jsonl", [ROW]) + split)) == 1
+
+
+def test_glob_reads_shards_in_order(tmp_path: Path) -> None:
+    for name, count in (("b", 1), ("a", 2)):
+        write_lines(tmp_path / f"part-{name}.jsonl", [{**ROW, "n": f"{name}{i}"} for i in range(count)])
+    write_lines(tmp_path / "other.jsonl", [ROW])
+    assert [row["n"] for row in load_rows(f"{tmp_path}/part-*.jsonl@train[:2]")] == ["a0", "a1"]
+    assert len(load_rows(f"{tmp_path}/part-[b].jsonl")) == 1
+
+
+def test_glob_takes_the_only_split_and_asks_for_one_of_several(tmp_path: Path) -> None:
+    for name, count in (("test-0", 2), ("val-0", 1)):
+        write_lines(tmp_path / f"{name}.jsonl", [ROW] * count)
+    assert len(load_rows(f"{tmp_path}/te*.jsonl")) == 2
+    assert len(load_rows(f"{tmp_path}/*.jsonl@val")) == 1
+    with pytest.raises(DataError, match="no split 'train'; it has: test, validation"):
+        load_rows(f"{tmp_path}/*.jsonl")
+
+
+def test_glob_without_a_match_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match=r"no data file matches .*/\*\.txt"):
+        load_rows(f"{tmp_path}/*.txt")
+
+
+def test_tsv_cells_stay_strings(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('prompt\tanswer\n"a, b?"\t0123\n')
+    assert load_rows(str(tmp_path / "a.tsv"))[0] == {"prompt": "a, b?", "answer": "0123"}
+
+
+def test_parquet_shards_whose_types_differ(tmp_path: Path) -> None:
+    for number, answer in enumerate((1, "two", [3])):
+        write_parquet(tmp_path / f"train-{number}.parquet", [{"prompt": "q", "answer": answer}] * (number + 1))
+    rows = load_rows(str(tmp_path))
+    assert [row["answer"] for row in rows] == [1, "two", "two", [3], [3], [3]]
+    assert rows.columns == ["prompt", "answer"]
+
+
+def test_folder_that_datasets_saved(tmp_path: Path) -> None:
+    splits = {"train": datasets.Dataset.from_list([ROW]), "test": datasets.Dataset.from_list([ROW, ROW])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "all"))
+    splits["test"].save_to_disk(str(tmp_path / "one"))
+    assert len(load_rows(f"{tmp_path / 'all'}@test")) == 2
+    assert list(load_rows(str(tmp_path / "one"))) == [ROW, ROW]
+    with pytest.raises(DataError, match="no split 'val'; it has: test, train"):
+        load_rows(f"{tmp_path / 'all'}@val")
+
+
+def test_folder_with_a_subset_and_with_one_in_its_readme(tmp_path: Path) -> None:
+    write_lines(tmp_path / "all.jsonl", [ROW])
+    (tmp_path / "hard").mkdir()
+    write_lines(tmp_path / "hard" / "train.jsonl", [ROW, ROW])
+    configuration = "configs:\n- config_name: easy\n  data_files:\n  - split: dev\n    path: all.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{configuration}---\n")
+    assert len(load_rows(f"{tmp_path}:hard@train")) == 2
+    assert len(load_rows(f"{tmp_path}:easy@dev")) == 1
+    with pytest.raises(DataError, match="no folder 'none'"):
+        load_rows(f"{tmp_path}:none")
 
 
 def test_path_with_an_at_sign(tmp_path: Path) -> None:
@@ -172,7 +250,8 @@ def test_modelscope_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        ("https://huggingface.co/datasets/a/b@train", "is an address"),
+        ("s3://bucket/rows.jsonl@train", "is an address of no known kind"),
+        ("a.jsonl, b.jsonl@a,b", "Several sources are a list"),
         ("@train", "no file or folder"),
         ("a/" * 3000 + "x.json", "no file or folder"),
     ],

@@ -73,6 +73,14 @@ def test_peft_loads_the_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(torch.allclose(merged[name], expected[name], atol=1e-6) for name in merged)
 
 
+def test_an_adapter_leaves_the_weights_beside_it(tmp_path: Path) -> None:
+    run = adapted(tmp_path / "model", "qwen3")
+    run.save(tmp_path / "actor")
+    folder = export(tmp_path / "actor")
+    export_adapter(tmp_path / "actor", folder)
+    assert (folder / "model.safetensors").is_file() and (folder / "adapter_model.safetensors").is_file()
+
+
 def test_an_adapter_asked_of_a_full_checkpoint_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "model").save(tmp_path / "actor")
     with pytest.raises(CheckpointError, match="all weights were trained"):

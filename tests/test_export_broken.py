@@ -45,6 +45,15 @@ def test_truncated_shard(actor: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "__0_0.distcp has" in merge(actor, capsys)
 
 
+def test_the_model_that_training_started_from_is_never_written_over(
+    saved: Path, actor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved.parent / "model"
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    assert "training started from" in merge(actor, capsys, "--target", str(source))
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "foveal.json", "huggingface/config.json"])
 def test_missing_file(actor: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (actor / name).unlink()
@@ -92,7 +101,9 @@ def test_an_earlier_export_survives_a_later_damage(actor: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("files", 3, "foveal.json is damaged (TypeError: files is a int)"),
+        ("files", 3, "foveal.json is damaged (AttributeError"),
+        ("files", {"__0_0.distcp": "3"}, "foveal.json is damaged (TypeError: format, sizes and checksums"),
+        ("format", "1", "foveal.json is damaged (TypeError: format, sizes and checksums"),
         ("model_class", "pipeline", "has no model pipeline"),
         ("source_dtype", "float8_e4m3fn", "float8_e4m3fn, not a type that weights are saved in"),
     ],

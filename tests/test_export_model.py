@@ -103,6 +103,14 @@ def test_a_second_export_replaces_the_first_and_leaves_other_files(run: Trained,
     assert (target / "README.md").read_text() == "mine"
 
 
+def test_the_folder_one_is_in_can_be_written(run: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(tmp_path / "actor")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(tmp_path / "actor", Path("."))
+    assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
 def test_script_runs_from_a_checkout(run: Trained, tmp_path: Path) -> None:
     run.save(tmp_path / "global_step_1" / "actor")
     script = Path(__file__).parents[1] / "scripts" / "model_merger.py"

@@ -74,6 +74,22 @@ def test_a_run_goes_on_from_an_adapter_folder(tmp_path: Path, capsys: pytest.Cap
     assert info.source == str(base) and info.lora is not None and info.lora["lora_alpha"] == 8
 
 
+def test_an_adapter_whose_model_has_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = small_run(tmp_path, "qwen3_vl")
+    base = tmp_path / "model_qwen3_vl"
+    adapter = write_adapter(adapted(base), tmp_path / "adapter", tmp_path / "before")
+    assert main(["train", *argv, f"worker.actor.model.model_path={adapter}"]) != 0
+    assert f"is an adapter of the model {tmp_path / 'before'}, which is not there" in capsys.readouterr().err
+    assert main(["train", *argv, f"{LORA}.adapter_path={adapter}"]) == 0
+    assert f"of {base} (its adapter_config.json names {tmp_path / 'before'}): rank 4" in capsys.readouterr().out
+
+
+def test_a_line_says_what_is_excluded_and_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = small_run(tmp_path, "qwen3_vl", RANK)
+    assert main(["train", *argv, f"{LORA}.exclude_modules=[visual, qkv]"]) == 0
+    assert f"{LORA}.exclude_modules: no linear layer is meant by visual\n" in capsys.readouterr().out
+
+
 def test_evaluation_scores_an_adapter_and_a_checkpoint(tmp_path: Path) -> None:
     """Whatever the configuration says of adapters that are to be trained."""
     argv = small_run(tmp_path, "qwen3_vl", RANK, f"{LORA}.alpha=16")
@@ -82,6 +98,8 @@ def test_evaluation_scores_an_adapter_and_a_checkpoint(tmp_path: Path) -> None:
     adapter = write_adapter(adapted(tmp_path / "model_qwen3_vl"), tmp_path / "adapter", tmp_path / "model_qwen3_vl")
     assert main(["eval", str(adapter), *argv]) == 0
     assert main(["eval", str(tmp_path / "run" / "global_step_1"), *argv, f"{LORA}.rank=8"]) == 0
+    frozen = [f"worker.actor.model.freeze_{part}=true" for part in ("vision_tower", "language_model")]
+    assert main(["eval", str(tmp_path / "run" / "global_step_1"), *argv, *frozen]) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,6 +108,7 @@ def test_evaluation_scores_an_adapter_and_a_checkpoint(tmp_path: Path) -> None:
         ([f"{LORA}.rank=8"], f"{LORA}.rank: 8 given, but the adapter .* has rank 4"),
         ([f"{LORA}.alpha=16"], f"{LORA}.alpha: 16 given, but the adapter .* has alpha 8"),
         ([f"{LORA}.adapter_path=/nowhere"], "names another"),
+        (["trainer.load_checkpoint_path={adapter}"], f"is an adapter and no checkpoint.* {LORA}.adapter_path="),
     ],
 )
 def test_what_an_adapter_says_is_not_changed(
@@ -98,6 +117,7 @@ def test_what_an_adapter_says_is_not_changed(
     argv = small_run(tmp_path, "qwen3_vl")
     base = tmp_path / "model_qwen3_vl"
     adapter = write_adapter(adapted(base), tmp_path / "adapter", base)
+    change = [text.format(adapter=adapter) for text in change]
     assert main(["train", *argv, f"worker.actor.model.model_path={adapter}", *change]) != 0
     found = capsys.readouterr()
     assert re.search(message, " ".join((found.out + found.err).split()))
@@ -112,6 +132,10 @@ def test_going_on_with_another_rank_or_without_adapters_is_refused(tmp_path: Pat
         load_actor(step, adapted(base, rank=8), None)
     with pytest.raises(CheckpointError, match=r"trained with lora.alpha=64, this run has 8"):
         load_actor(step, adapted(base), None)
+    with pytest.raises(
+        CheckpointError, match=r"has adapters on attn.proj, .* this run on q_proj; set lora.target_modules"
+    ):
+        load_actor(step, adapted(base, alpha=64, target_modules=["q_proj"]), None)
     with pytest.raises(CheckpointError, match=r"trained with lora.rank=4, this run has 0"):
         load_actor(step, load_model(str(base), dtype=torch.float32, device=CPU), None)
 

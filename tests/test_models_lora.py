@@ -208,6 +208,14 @@ def test_an_adapter_starts_a_run_and_is_its_reference(folders: dict[str, Path], 
     assert not torch.equal(logprobs_of(scorer, groups), before)
 
 
+def test_the_configuration_of_an_adapter_is_exact_and_short(folders: dict[str, Path]) -> None:
+    model = adapted(folders["qwen3_vl"], rank=7, alpha=29)  # 29 / 7 · 7 isn't 29 in floating point
+    config = adapter_config(model)
+    assert (config["r"], config["lora_alpha"]) == (7, 29)
+    assert "attn.proj" in config["target_modules"]  # not `proj`, which the tower's first layer is called too
+    assert not any("blocks" in name for name in config["target_modules"])
+
+
 def test_adapters_with_the_names_of_transformers_4_are_found(folders: dict[str, Path], tmp_path: Path) -> None:
     first = adapted(folders["qwen2_5_vl"])
     folder = write_adapter(first, tmp_path)
@@ -225,7 +233,17 @@ def test_adapters_with_the_names_of_transformers_4_are_found(folders: dict[str, 
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("change", [{"use_dora": True}, {"peft_type": "IA3"}, {"r": 3}, {"modules_to_save": ["norm"]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_dora": True},
+        {"use_qalora": True},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"peft_type": "IA3"},
+        {"r": 3},
+        {"modules_to_save": ["norm"]},
+    ],
+)
 def test_adapters_of_another_kind_are_refused(folders: dict[str, Path], tmp_path: Path, change: dict[str, Any]) -> None:
     folder = write_adapter(adapted(folders["qwen3"]), tmp_path, **change)
     model = load_model(str(folders["qwen3"]), dtype=torch.float32, device=CPU)
@@ -265,7 +283,7 @@ def test_targets(folders: dict[str, Path], keys: dict[str, Any], frozen: bool, e
     ("keys", "message"),
     [
         ({"target_modules": ["q_proj", "c_attn"]}, "'c_attn' given, but no linear layer"),
-        ({"target_modules": ".*nothing.*"}, "There are: down_proj"),
+        ({"target_modules": ".*nothing.*"}, "whole path matches it. There are: down_proj.*, as model.layers.0"),
         ({"exclude_modules": ".*"}, "leave no layer"),
     ],
 )

@@ -194,8 +194,7 @@ def test_every_weight_changes_a_little_and_always_alike() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "usage: foveal check --parity"),
-        (["config=examples/config.yaml"], "the only check for now"),
+        ([], "usage: foveal check"),
         (["--parity", "--rows", "0"], "--rows: 0 given"),
         (["--parity", "--rows"], "--rows: expected one argument"),
         (["--parity", "--rowz=3"], "no option --rowz=3"),

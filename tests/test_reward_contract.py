@@ -47,6 +47,11 @@ def test_integer_too_large_for_a_float_is_not_finite() -> None:
     assert to_outcome(10**400) == {"overall": math.inf}
 
 
+@pytest.mark.parametrize("result", [np.array([1.0, 0.5]), torch.tensor([1.0, 0.5])])
+def test_an_array_is_as_good_as_a_list(result: Any) -> None:
+    assert to_outcomes(result, 2) == [{"overall": 1.0}, {"overall": 0.5}]
+
+
 def test_batch_of_wrong_length_names_both_lengths() -> None:
     outcomes = to_outcomes([1.0], 3)
     assert len(outcomes) == 3
@@ -54,7 +59,7 @@ def test_batch_of_wrong_length_names_both_lengths() -> None:
     assert "a list of 1 results where 3 are expected" in outcomes[0].text
 
 
-@pytest.mark.parametrize("value", [None, {"overall": [1.0, 1.0]}, 1.0, "ab", np.ones(2)])
+@pytest.mark.parametrize("value", [None, {"overall": [1.0, 1.0]}, 1.0, "ab", np.float32(1)])
 def test_batch_that_is_no_list_is_named(value: Any) -> None:
     outcome = to_outcomes(value, 2)[0]
     assert isinstance(outcome, Failure)

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from foveal.config.schema_worker import RewardConfig
+from foveal.config.schema_reward import RewardConfig
 from foveal.reward.runner import RewardRunner
 from tests.reward_support import make_group
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foveal.config.schema_worker import RewardConfig
+from foveal.config.schema_reward import RewardConfig
 from foveal.errors import RewardError
 from foveal.reward.runner import RewardRunner
 from tests.reward_support import make_group, make_runner, overall, write

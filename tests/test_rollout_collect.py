@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +33,7 @@ class Workers:
 class Rewards:
     """1 for every answer, except that the first of each group has no score where `fail` is set."""
 
-    streams = True
+    step = 0
 
     def __init__(self, fail: bool = False) -> None:
         self.fail = fail
@@ -45,7 +45,7 @@ class Rewards:
             else:
                 response.rewards = {"overall": 1.0}
 
-    def finish(self) -> Metrics:
+    def finish(self, order: Sequence[Group] = ()) -> Metrics:
         return {}
 
 

@@ -342,3 +342,13 @@ def test_val_only_scores_the_model_path(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "run" / "eval").iterdir()
     (record,) = read_log(folder)
     assert "reward_score" in record["val"] and "actor" not in record
+
+
+def test_a_run_lists_the_rows_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = small_run(tmp_path)
+    rows = write_rows(tmp_path / "more", 9)
+    with rows.open("a") as file:
+        file.write('{"problem": "<image>Which color?", "answer": "red", "images": ["absent.png"]}\n')
+    assert main(["train", *arguments, f"data.train_files={rows}", f"data.image_dir={rows.parent}"]) == 0
+    account = tmp_path / "run" / "left_out_rows.jsonl"
+    assert "row 9" in account.read_text() and str(account) in capsys.readouterr().out

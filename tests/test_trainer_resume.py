@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import pytest
 import torch
 
 from foveal.cli import main
+from foveal.config import load_config
 from foveal.quickstart.tiny import build_tiny
 from foveal.rollout.surplus import dump_groups, read_groups
+from foveal.signals import Stopped
 from foveal.track.file import read_log
 from foveal.train.checkpoint import load_trained
 from foveal.train.step_folder import read_state
+from foveal.trainer import Trainer
 from foveal.types import Group, Prompt, Response
 from tests.small_run import small_run, write_rows
 
@@ -141,6 +145,32 @@ def test_a_save_behind_that_fails_ends_the_run_with_the_same_error(
     assert max(read_log(tmp_path / "run" / "experiment_log.jsonl")) <= 3
 
 
+def test_a_second_signal_ends_the_run_while_the_first_one_waits_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(load_config(small_run(tmp_path)))
+    written, ended = threading.Event(), threading.Event()
+
+    def write(_folder: Path) -> None:
+        written.wait(20)
+        ended.set()
+
+    def stop() -> None:
+        trainer.checkpoints.save(1, write, None, background=True)
+        raise Stopped(signal.SIGINT)
+
+    def interrupt(_reason: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_run", stop)
+    monkeypatch.setattr(trainer, "_save_after", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    waited = ended.is_set()
+    written.set()
+    assert not waited
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = small_run(tmp_path, "qwen2_5_vl", "trainer.save_freq=1", "trainer.max_steps=2")
     assert main(["train", *args]) == 0
@@ -163,6 +193,23 @@ def test_the_best_checkpoint_is_gone_on_from_by_its_name(tmp_path: Path, capsys:
     capsys.readouterr()
     assert main(["train", *args, "trainer.load_checkpoint_path=best", "trainer.max_steps=4"]) == 0
     assert f"global_step_{best}: going on after step {best} of 4" in capsys.readouterr().out
+
+
+def test_a_run_killed_while_it_replaced_a_step_goes_on_from_the_former_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    (tmp_path / "run" / "global_step_1").rename(tmp_path / "run" / "global_step_1.replaced")
+    assert main(["train", *args]) == 0
+    assert "after step 1 of 1" in capsys.readouterr().out
+
+
+def test_the_latest_checkpoint_is_scored_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = small_run(tmp_path)
+    assert main(["train", *args]) == 0
+    assert main(["eval", "latest", *args]) == 0
+    assert f"scoring {tmp_path / 'run' / 'global_step_1'}" in capsys.readouterr().out
 
 
 def test_a_metric_that_validation_does_not_give_is_told_once(

@@ -14,6 +14,7 @@ from PIL import Image
 
 from foveal.config import Config, load_config
 from foveal.data.processing import Processing, load_processing
+from foveal.data.video import Stills, pack_stills
 from foveal.models.attention import install
 from foveal.models.loading import load_model
 from foveal.models.lora import adapter_config, adapter_tensors, add_lora, lora_layers
@@ -104,9 +105,10 @@ class Side:
         write_logprobs(scorer, packer, groups, "trainer")
         return max(float(np.abs(r.logprobs - r.columns["trainer"]).max()) for r in responses)
 
-    def prompt(self, number: int, pictures: int, question: str = "") -> Prompt:
+    def prompt(self, number: int, pictures: int, question: str = "", videos: int = 0, frames: int = 12) -> Prompt:
         media = [picture(10 * number + k) for k in range(pictures)]
-        parts: list[dict[str, str]] = [{"type": "image"} for _ in media]
+        media += [video(10 * number + k, frames) for k in range(videos)]
+        parts: list[dict[str, str]] = [{"type": medium.kind} for medium in media]
         question = question or f"What is shown, {number}? " * (1 + number % 3)
         content = [*parts, {"type": "text", "text": question}]
         text = self.processing.render([{"role": "user", "content": content}])
@@ -117,8 +119,14 @@ class Side:
         return [self.prompt(number, count) for number, count in enumerate(pictures)]
 
 
-def picture(seed: int) -> Media:
-    pixels = np.random.default_rng(seed).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+def video(seed: int, frames: int = 12) -> Media:
+    """Small and long: the positions along its time go beyond those of its height and width."""
+    stills = Stills(tuple(picture(seed + number, 32, 64).data for number in range(frames)), fps=2.0)
+    return Media("video", pack_stills(stills, "video"), f"video {seed}")
+
+
+def picture(seed: int, height: int = 64, width: int = 96) -> Media:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
     return Media("image", data.getvalue(), f"picture {seed}")

@@ -68,7 +68,7 @@ class RayWorkers:
 
     def _cost_by(self, counter: FlopCounter) -> Callable[[Group], float]:
         processing = self.processing
-        media = {token for token in (processing.image_token_id, processing.video_token_id) if token is not None}
+        media = set(processing.placeholders.values())
         shared_prefix = self.config.worker.actor.shared_prefix
         merge = math.isqrt(processing.merge_length)
         return partial(training_cost, counter=counter, media_ids=media, merge=merge, shared_prefix=shared_prefix)

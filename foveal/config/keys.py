@@ -53,8 +53,13 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is meant as it stands, so that 0123 or 1e5 is not read as a number."""
-        return all(member in (str, type(None)) or _is_text_choice(member) for member in _members(self.annotation))
+        """Whether any text is meant as it stands, so that 0123 or 1e5 is not read as a number; in a list, too."""
+        members = [member for member in _members(self.annotation) if member not in (list[str], type(None))]
+        return bool(members) and all(member is str or _is_text_choice(member) for member in members)
+
+    @property
+    def takes_list(self) -> bool:
+        return list[str] in _members(self.annotation)
 
     def accepts(self, value: Any) -> bool:
         try:
@@ -131,6 +136,10 @@ def _in_words(annotation: Any) -> str:
         return " or ".join(_in_words(part) for part in args)
     if origin is Literal:
         return ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in args)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping of {', '.join(annotation.model_fields)}"
+    if origin is dict and isinstance(args[1], type) and issubclass(args[1], BaseModel):
+        return f"a mapping of names, each to {_in_words(args[1])}"
     if origin is list:
         return f"a list of {_in_words(args[0])}"
     if origin is tuple:

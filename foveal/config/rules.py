@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from foveal.config.keys import known_keys
@@ -21,7 +23,7 @@ class BrokenRule:
 
 def broken_rules(config: Config) -> list[BrokenRule]:
     """All rules between keys that the configuration breaks; those of training only where something is trained."""
-    rules = [_data, _algorithm, _engine_limits, _val_sampling]
+    rules = [_data, _reward, _algorithm, _engine_limits, _val_sampling, _module_patterns]
     if not config.trainer.val_only:
         rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong, _optimizers, _all_frozen]
     return [broken for rule in rules for broken in rule(config)]
@@ -34,7 +36,7 @@ def missing(config: Config, *, scored: bool = True) -> list[str]:
         scored: whether answers are.
     """
     needed = {"worker.actor.model.model_path": "the folder of a Hugging Face model, or a hub id"}
-    if scored:
+    if scored and not config.worker.reward.functions:
         needed["worker.reward.reward_function"] = "FILE:function, as examples/reward_function/math.py:compute_score"
     needed["data.val_files" if config.trainer.val_only else "data.train_files"] = "PATH_OR_HUB_ID@split"
     return [f"{key} is not set: give {what}" for key, what in needed.items() if not config.value(key)]
@@ -149,11 +151,14 @@ def _no_effect_of_training(config: Config) -> Iterator[tuple[str, tuple[str, ...
         for part in ("vision", "projector"):
             if part in config.value(f"{role}.model").frozen_parts:
                 yield f"{role}.model: the {part} part is frozen", (f"{role}.optim.lr_{part}",)
-        if not config.value(f"{role}.model.lora.rank"):
+        if config.value(f"{role}.model.lora.adapter_path"):
+            reason = "the adapter's own layers are trained; those of frozen parts are not"
+            yield reason, (f"{role}.model.lora.target_modules", f"{role}.model.lora.exclude_modules")
+        elif not config.value(f"{role}.model.lora.rank"):
             names = ("alpha", "target_modules")  # not exclude_modules, which EasyR1's own file sets in every run
             yield f"{role}.model.lora.rank is 0", tuple(f"{role}.model.lora.{name}" for name in names)
     if config.worker.actor.model.lora.rank:
-        reason = "with LoRA the reference is the actor's model without its adapters"
+        reason = "with LoRA the reference is the actor's own model as it was at the start"
         yield reason, ("worker.ref.fsdp.torch_dtype", "worker.ref.offload.offload_params")
 
 
@@ -167,7 +172,10 @@ def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, .
         yield f"{algorithm.correction} has no lower bound", ("algorithm.correction_low",)
     if actor.loss_avg_mode != "seq_sum_norm":
         yield "loss_avg_mode=seq_sum_norm only", ("worker.actor.loss_sum_norm",)
-    if not config.worker.reward.overlong_buffer:
+    reward = config.worker.reward
+    if not reward.functions:
+        yield "worker.reward.functions is not set", ("worker.reward.route_by",)
+    if not reward.overlong_buffer:
         yield "worker.reward.overlong_buffer is 0", ("worker.reward.overlong_penalty",)
     elif algorithm.adv_estimator == "gdpo" and not algorithm.reward_parts.keys() & {"overall", "overlong_penalty"}:
         yield "gdpo sums reward_parts, of which overlong_penalty is none", ("worker.reward.overlong_",)
@@ -184,6 +192,30 @@ def _data(config: Config) -> Iterator[BrokenRule]:
             ("data.min_pixels", "data.max_pixels"),
             f"data.min_pixels: {data.min_pixels} is above data.max_pixels ({data.max_pixels}); "
             "lower the first or raise the second",
+        )
+
+
+def _reward(config: Config) -> Iterator[BrokenRule]:
+    reward = config.worker.reward
+    key = "worker.reward.functions"
+    if reward.functions and (reward.reward_function or reward.reward_function_kwargs):
+        yield BrokenRule(
+            (key, "worker.reward.reward_function", "worker.reward.reward_function_kwargs"),
+            f"{key}: given beside worker.reward.reward_function or its kwargs; make that function an entry of {key}",
+        )
+    if "overall" in reward.functions:
+        yield BrokenRule((key,), f"{key}: a function is called overall, which is the name of their sum; rename it")
+    routed = [name for name, one in reward.functions.items() if one.only_for]
+    if routed and reward.route_by is None:
+        yield BrokenRule(
+            (key, "worker.reward.route_by"),
+            f"{key}: {', '.join(routed)} with only_for, but no column decides; set worker.reward.route_by to one",
+        )
+    if reward.route_by is not None and not routed:
+        yield BrokenRule(
+            ("worker.reward.route_by", key),
+            f"worker.reward.route_by: {reward.route_by} decides nothing, for no function has only_for; give it to one "
+            f"of {key}, or leave route_by out",
         )
 
 
@@ -263,6 +295,19 @@ def _overlong(config: Config) -> Iterator[BrokenRule]:
             f"worker.reward.overlong_buffer: {buffer} is above data.max_response_length ({longest}); "
             "every answer would be punished; lower it to that at most",
         )
+
+
+def _module_patterns(config: Config) -> Iterator[BrokenRule]:
+    for role, name in product(("actor", "critic"), ("target", "exclude")):
+        key = f"worker.{role}.model.lora.{name}_modules"
+        value = config.value(key)
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                yield BrokenRule(
+                    (key,), f"{key}: {value} given, which is no regular expression ({error}); or give a list of names"
+                )
 
 
 def _optimizers(config: Config) -> Iterator[BrokenRule]:

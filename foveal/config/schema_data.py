@@ -39,18 +39,21 @@ CORRECTION_BOUNDS = {
 class DataConfig(Section):
     """Rows, prompts, and how many go into a step."""
 
-    train_files: str | None = Field(
+    train_files: str | list[str] | None = Field(
         default=None,
-        description="Training rows: a file, a folder or a hub data set, as `PATH_OR_HUB_ID@split`. Without `@` the "
-        "split is `train`; `hub_id:subset@split` picks a subset and `@split[:100]` the first rows.",
+        description="Training rows: a data file, a folder or glob of them, or a hub data set, as "
+        "`PATH_OR_HUB_ID@split`. Without `@` the split is `train`; `hub_id:subset@split` picks a subset, "
+        "`@split[:100]` the first rows, `dataset_info.json:NAME` an entry of LLaMA-Factory's. A list mixes several; "
+        "`*2` after one takes its rows twice in an epoch, `*0.5` half of them.",
     )
-    val_files: str | None = Field(
+    val_files: str | list[str] | None = Field(
         default=None, description="Validation rows, written like `data.train_files`. Without it nothing is validated."
     )
     prompt_key: str = Field(
         default="prompt",
         min_length=1,
-        description="Column with the question. `<image>` and `<video>` mark where media go.",
+        description="Column with the question: text, or a list of chat messages, of which the last of the user is "
+        "answered. `<image>` and `<video>` mark where media go.",
     )
     answer_key: str = Field(
         default="answer", min_length=1, description="Column that the reward function gets as `ground_truth`."
@@ -61,6 +64,11 @@ class DataConfig(Section):
     video_key: str = Field(default="videos", description="Column with a row's videos.")
     image_dir: str | None = Field(
         default=None, description="Folder that relative paths of images and videos start from."
+    )
+    allow_urls: bool = Field(
+        default=False,
+        description="Download media and data files that are given as http(s) addresses, once, into the cache on disk. "
+        "false: they are refused.",
     )
     video_fps: Float = Field(default=2.0, gt=0, description="Frames a second sampled from a video.")
     max_prompt_length: Positive = Field(
@@ -80,7 +88,13 @@ class DataConfig(Section):
     val_batch_size: PositiveOrOff = Field(default=-1, description="Prompts per validation batch; -1 means all in one.")
     format_prompt: str | None = Field(
         default=None,
-        description="Jinja file that wraps the question (`content` in it). null: the question as it is.",
+        description="Jinja file that wraps the question (`content` in it; every column by its name). null: the "
+        "question as it is.",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="Text of a system message for prompts that have none. null: what the model's chat "
+        "template does without one.",
     )
     override_chat_template: str | None = Field(
         default=None, description="File with a chat template to use instead of the model's own."
@@ -91,14 +105,18 @@ class DataConfig(Section):
         default=262144, description="Smaller images are enlarged to this many pixels. null: the processor's own limit."
     )
     max_pixels: Positive | None = Field(
-        default=4194304, description="Larger images are reduced to this many pixels. null: the processor's own limit."
+        default=4194304,
+        description="Larger images, and frames of videos, are reduced to this many pixels. null: the processor's own "
+        "limit.",
     )
     filter_overlong_prompts: bool = Field(
         default=True,
         description="Leave out rows whose prompt exceeds `data.max_prompt_length`, and count them. false: such a row "
         "is an error. Prompts are never cut.",
     )
-    filter_overlong_prompts_workers: Positive = Field(default=16, description="Most threads that measure prompts.")
+    filter_overlong_prompts_workers: Positive = Field(
+        default=16, description="Most processes that measure prompts, where there are enough of them for that."
+    )
     on_bad_row: Literal["skip", "stop"] = Field(
         default="skip",
         description="A row whose image or video cannot be read: left out and counted, or the end of the run.",

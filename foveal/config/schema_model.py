@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -9,14 +10,15 @@ from pydantic import BeforeValidator, Field
 from foveal.config.sections import Dtype, Float, NotNegative, Positive, PositiveOrOff, Section
 
 
-def _split_at_commas(value: Any) -> Any:
-    if isinstance(value, str) and "," in value:
+def _split_names(value: Any) -> Any:
+    """One plain name, or several with commas between them, becomes a list; other texts are regular expressions."""
+    if isinstance(value, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]*)*", value.strip()):
         return [name.strip() for name in value.split(",") if name.strip()]
     return value
 
 
 Checkpointing = bool | Literal["selective"]
-Modules = Annotated[str | list[str], BeforeValidator(_split_at_commas)]
+Modules = Annotated[str | list[str], BeforeValidator(_split_names)]
 
 
 class LoraConfig(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from foveal.config.schema_model import FsdpConfig, RefOffloadConfig, TrainedConfig
+from foveal.config.schema_reward import RewardConfig
 from foveal.config.sections import Dtype, Float, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
 
 POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient")
@@ -146,35 +147,6 @@ class RolloutConfig(Section):
         """Sampling parameters of validation by name, `val_override_config` applied."""
         names = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
         return {"n": 1, **{name: getattr(self, name) for name in names}, **self.val_override_config}
-
-
-class RewardConfig(Section):
-    """The reward function and the process it runs in."""
-
-    reward_function: str | None = Field(
-        default=None,
-        description="`FILE:function`; the function's name is `main` when absent.",
-    )
-    reward_function_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further keyword arguments of the reward function."
-    )
-    overlong_buffer: NotNegative = Field(
-        default=0,
-        description="Tokens before `data.max_response_length` over which `overall` falls, whatever the reward function "
-        "(DAPO's soft overlong punishment); 0 means none.",
-    )
-    overlong_penalty: Float = Field(
-        default=1.0, ge=0, description="How far `overall` has fallen at `data.max_response_length`."
-    )
-    skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text that is scored.")
-    num_cpus: Positive = Field(default=1, description="Processes that a sequential reward function may be spread over.")
-    time_limit: Float = Field(default=30.0, gt=0, description="Seconds that scoring may take per sample.")
-    timeout_score: Float = Field(
-        default=0.0, description="`overall` of a sample that ran out of time, or raised with `on_error: score`."
-    )
-    on_error: Literal["raise", "score"] = Field(
-        default="raise", description="The reward function raised: end the run, or give `timeout_score` and count it."
-    )
 
 
 class WorkerConfig(Section):

@@ -78,7 +78,7 @@ def read_value(name: str, text: str) -> Any:
     key = known_keys().get(name)
     if not text.strip():
         return "" if key is not None and key.is_text and not key.nullable else None
-    if key is not None and key.is_text:
+    if key is not None and key.is_text and not (key.takes_list and text.lstrip().startswith("[")):
         return _plain_text(text)
     try:
         value, faults = _parse(text, name)
@@ -128,7 +128,7 @@ def _mark(node: yaml.Node, name: str, faults: list[str], seen: set[int]) -> None
         node.tag = _TEXT
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _mark(item, "", faults, seen)
+            _mark(item, name if key is not None and key.is_text else "", faults, seen)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}

@@ -7,17 +7,19 @@ import binascii
 import io
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from foveal.errors import DataError
+from foveal.track.console import note
 from foveal.types import Media
 
 MAX_PIXELS = 256 * 1024 * 1024
@@ -35,6 +37,8 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 # 4.7 GB after 64-megapixel pictures in 16 threads). Blocks above 32 MiB go back to the system at once (1.1 GB).
 Image.core.set_block_size(64 * 1024 * 1024)
 
+BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk", "SUkqA", "TU0AK")
+"""PNG, JPEG, GIF, WebP, BMP and TIFF in base64."""
 # EXIF orientation → what makes the picture upright; 5 to 8 exchange width and height.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -45,15 +49,19 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_large = threading.Lock()
 TURNED = {5, 6, 7, 8}
+ANIMATED = {"GIF", "PNG", "WEBP", "AVIF", "TIFF"}
+"""Formats in which further pictures are the rest of a sequence. (A JPEG's are another view, or a depth map.)"""
+
+_large = threading.Lock()
+_said_animated = False
 
 Size: TypeAlias = tuple[int, int]
 """(height, width) in pixels, upright."""
 
 
 class PictureError(DataError):
-    """One picture cannot be read; `data.on_bad_row` decides whether its row is skipped."""
+    """One picture or video cannot be read; `data.on_bad_row` decides whether its row is skipped."""
 
 
 def media_values(value: Any, place: str) -> list[Any]:
@@ -76,17 +84,21 @@ def media_values(value: Any, place: str) -> list[Any]:
 
 def _is_null(value: Any) -> bool:
     if isinstance(value, dict):
-        return not value.get("bytes") and not value.get("path")
+        known = value.keys() & {"bytes", "path", "frames"}
+        return not any(value[key] for key in known or value)
     if isinstance(value, float):  # what pandas writes for a missing cell
         return math.isnan(value)
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, str]:
-    """Where the encoded picture is: (its bytes or its file, its name for messages). Reads nothing.
+def locate(
+    value: Any, image_dir: str | None, name: str, noun: Literal["picture", "video"] = "picture"
+) -> tuple[bytes | Path, str]:
+    """Where the encoded picture (or video) is: (its bytes or its file, its name for messages). Reads nothing.
 
     Args:
-        value: bytes; {"bytes": …, "path": …}; a path, relative to `image_dir`; a base64 data URL; a PIL picture.
+        value: bytes; {"bytes": …, "path": …}; a path, relative to `image_dir`; base64, alone or as a data URL; a
+            PIL picture.
         name: which picture it is, as "row 3, image 0"; a path is added to it.
 
     Raises:
@@ -95,43 +107,53 @@ def locate(value: Any, image_dir: str | None, name: str) -> tuple[bytes | Path, 
     """
     if isinstance(value, dict):
         path = value.get("path")
-        value = value.get("bytes") or path
+        value = value.get("bytes") or path or value
         name = f"{name} ({path})" if isinstance(value, bytes) and path else name
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), name
+    if isinstance(value, str):
+        value = value.removeprefix("file://")  # as in the messages of Qwen-VL's examples
     if isinstance(value, Image.Image):
         return _encode_png(value), name
     if isinstance(value, str) and value.startswith("data:"):
         return _from_data_url(value, name), name
+    if isinstance(value, str) and len(value) > 60 and "." not in value and value.startswith(BASE64_STARTS):
+        return _from_base64(value, name), name
     if isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
         raise DataError(
-            f"{name} is a web address ({value[:120]}); a run downloads no pictures. Download them first and put their "
-            f"paths in the data, relative to data.image_dir."
+            f"{name} is a web address ({value[:120]}), and nothing is downloaded from those unless "
+            f"data.allow_urls=true, nor from others than http(s). Set it, or put the {noun}s' paths in the data, "
+            f"relative to data.image_dir."
         )
     if isinstance(value, str | Path):
-        path = Path(image_dir or "", value).expanduser()
+        path = media_path(value, image_dir)
         try:
             is_file = path.is_file()
         except OSError as error:  # such as a name that is too long
             raise PictureError(
-                f"{name}: {str(value)[:60]!r}… ({len(str(value))} characters) is no path: {error.strerror}. A picture "
-                f"in base64 begins with data:image/png;base64,"
+                f"{name}: {str(value)[:60]!r}… ({len(str(value))} characters) is no path: {error.strerror}. A {noun} "
+                f"in base64 begins with data:{'image/png' if noun == 'picture' else 'video/mp4'};base64,"
             ) from error
         if not is_file:
             raise PictureError(f"{name}: there is no file {path} (data.image_dir is {image_dir!r})")
         return path, f"{name} ({path})"
     raise DataError(
-        f"{name} is a {type(value).__name__}; a picture is bytes, a path, {{'bytes': …, 'path': …}}, a data URL or a "
-        f"PIL picture."
+        f"{name} is a {type(value).__name__}; a {noun} is bytes, a path, {{'bytes': …, 'path': …}}, base64"
+        + (" or a PIL picture." if noun == "picture" else ", a list of its frames or a folder of them.")
     )
 
 
-def to_media(place: bytes | Path, name: str) -> Media:
-    """The picture that `locate` found, as the file's own encoded bytes; PictureError if the file cannot be read."""
+def media_path(value: str | Path, image_dir: str | None) -> Path:
+    """The file that a row names; a `~` is the home folder, but for names that only begin so, as `~draft.png`."""
+    return Path(os.path.expanduser(Path(image_dir or "", value)))
+
+
+def to_media(place: bytes | Path, name: str, kind: Literal["image", "video"] = "image") -> Media:
+    """What `locate` found, as the file's own encoded bytes; PictureError if the file cannot be read."""
     if isinstance(place, bytes):
-        return Media("image", place, name)
+        return Media(kind, place, name)
     try:
-        return Media("image", place.read_bytes(), name)
+        return Media(kind, place.read_bytes(), name)
     except OSError as error:
         raise PictureError(f"{name}: {error.strerror or error}") from error
 
@@ -146,10 +168,14 @@ def _from_data_url(url: str, name: str) -> bytes:
     head, _, body = url.partition(",")
     if not head.endswith(";base64"):
         raise DataError(f"{name}: a data URL must be base64 (data:image/png;base64,…), this one starts {head[:60]!r}.")
+    return _from_base64(body, name)
+
+
+def _from_base64(text: str, name: str) -> bytes:
     try:
-        return base64.b64decode(body, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error as error:
-        raise PictureError(f"{name}: the data URL is not valid base64: {error}") from error
+        raise PictureError(f"{name}: not valid base64: {error}") from error
 
 
 def picture_size(place: bytes | Path, name: str) -> Size:
@@ -160,6 +186,8 @@ def picture_size(place: bytes | Path, name: str) -> Size:
     """
     try:
         with _open(place, name) as image:
+            if image.format in ANIMATED and image.is_animated:  # type: ignore[attr-defined]
+                _say_animated(name)
             width, height = image.size
             return (width, height) if _orientation(image) in TURNED else (height, width)
     except PictureError:
@@ -168,7 +196,7 @@ def picture_size(place: bytes | Path, name: str) -> Size:
         raise PictureError(f"{name}: {error}") from error
 
 
-def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None = None) -> Image.Image:
+def decode_image(data: bytes, name: str, target: Callable[[Size], Size | None] | None = None) -> Image.Image:
     """Decodes the whole picture to upright RGB.
 
     EXIF orientation is applied, transparency is laid on white, 16-bit greys are scaled to 8 bits, of an animation the
@@ -176,7 +204,8 @@ def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None =
 
     Args:
         target: the model's own rule from a picture's size to the size that it is resized to. A picture of more than
-            `SHRINK_ABOVE` pixels is brought to that size here, where decoding can help, instead of in the processor.
+            `SHRINK_ABOVE` pixels is brought to that size here, where decoding can help, instead of in the processor;
+            where the rule gives None, it is not.
 
     Raises:
         PictureError: damaged, truncated (never padded), not a picture, or more than `MAX_PIXELS`.
@@ -192,11 +221,16 @@ def decode_image(data: bytes, name: str, target: Callable[[Size], Size] | None =
         raise PictureError(f"{name}: {error}") from error
 
 
-def _decode(data: bytes, name: str, target: Callable[[Size], Size] | None) -> Image.Image:
+def _decode(data: bytes, name: str, target: Callable[[Size], Size | None] | None) -> Image.Image:
     with _open(data, name) as image:
         orientation = _orientation(image)
+        width, height = image.size
         turned = orientation in TURNED
-        pixels = _shrunk(image, target, turned) if target is not None else _on_white(_eight_bit(image))
+        new_size = target((width, height) if turned else (height, width)) if target is not None else None
+        if new_size is None:
+            pixels = _on_white(_eight_bit(image))
+        else:
+            pixels = _shrunk(image, new_size if turned else new_size[::-1])
         return pixels.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else pixels
 
 
@@ -213,6 +247,14 @@ def _open(place: bytes | Path, name: str) -> ImageFile.ImageFile:
     return image
 
 
+def _say_animated(name: str) -> None:
+    """Once a run: thousands of rows may be alike."""
+    global _said_animated
+    if not _said_animated:
+        _said_animated = True
+        note(f"{name}: an animation; of those the first picture is used. As a video it belongs into data.video_key.")
+
+
 def _orientation(image: ImageFile.ImageFile) -> int:
     # Pillow turns a TIFF upright by itself.
     if image.format == "TIFF":
@@ -223,20 +265,21 @@ def _orientation(image: ImageFile.ImageFile) -> int:
     return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
-def _shrunk(image: ImageFile.ImageFile, target: Callable[[Size], Size], turned: bool) -> Image.Image:
-    width, height = image.size
-    rows, columns = target((width, height) if turned else (height, width))
-    new_size = (rows, columns) if turned else (columns, rows)
+def _shrunk(image: ImageFile.ImageFile, size: tuple[int, int]) -> Image.Image:
+    """In this (width, height)."""
     # A JPEG decodes at 1/2, 1/4 or 1/8 for a fraction of the memory; twice the final size keeps detail.
-    image.draft(None, (2 * new_size[0], 2 * new_size[1]))
-    return _on_white(_eight_bit(image).resize(new_size, Image.Resampling.BICUBIC))
+    image.draft(None, (2 * size[0], 2 * size[1]))
+    return _on_white(_eight_bit(image).resize(size, Image.Resampling.BICUBIC))
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
     """RGB, RGBA, L, LA or CMYK, in which resizing is right (a palette's or 16-bit picture's resizing is not)."""
     if image.mode.startswith("I"):
         # 16-bit greys come as I;16 or I; Pillow's own conversion would clip at 255.
-        return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+        grey = np.asarray(image)
+        if grey.min() < 0 or grey.max() > 65535:
+            raise ValueError("a picture of 32-bit numbers has no defined range; save it with 8 or 16 bits")
+        return Image.fromarray((grey >> 8).astype(np.uint8))
     if image.mode == "F":
         raise ValueError("a picture of floating-point numbers has no defined range; save it with 8 or 16 bits")
     if image.has_transparency_data:

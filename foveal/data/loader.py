@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,8 +16,8 @@ import numpy as np
 from foveal.data.ahead import start_ahead
 from foveal.data.images import PictureError
 from foveal.data.prompts import PromptBuilder
-from foveal.data.source import load_rows
-from foveal.data.survey import report, survey
+from foveal.data.source import open_rows
+from foveal.data.survey import left_out, report, survey
 from foveal.errors import DataError
 from foveal.track.console import note
 from foveal.types import Prompt
@@ -40,20 +43,30 @@ class PromptLoader:
 
     Args:
         usable: numbers of the rows to take from.
-        most_images: how many pictures a prompt of these rows has at most.
+        most_images: how many a prompt of these rows has at most.
 
     Attributes:
         skipped: reason by row number, of the rows left out since the loader was opened.
+        left_out: the reasons of those that were left out when it was opened.
     """
 
     def __init__(
-        self, builder: PromptBuilder, usable: Sequence[int], split: Literal["train", "val"], *, most_images: int = 0
+        self,
+        builder: PromptBuilder,
+        usable: Sequence[int],
+        split: Literal["train", "val"],
+        *,
+        most_images: int = 0,
+        left_out: Sequence[str] = (),
     ) -> None:
         self.builder = builder
+        self.left_out = left_out
+        self._account: Path | None = None
         self.split = split
         self.most_images = most_images
         self.skipped: dict[int, str] = {}
         self._usable = list(usable)
+        self._digest = f"{zlib.crc32(np.asarray(self._usable, dtype=np.int64).tobytes()):08x}"
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -66,6 +79,17 @@ class PromptLoader:
     def steps_per_epoch(self, batch: int) -> int:
         """Whole batches in an epoch."""
         return len(self) // batch
+
+    def keep_account(self, path: Path) -> None:
+        """Adds a line to a JSONL file for each row that is left out, those until now and those to come."""
+        self._account = path
+        for reason in [*self.left_out, *self.skipped.values()]:
+            self._write_down(reason)
+
+    def _write_down(self, reason: str) -> None:
+        if self._account is not None:
+            with self._account.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"split": self.split, "reason": reason}, ensure_ascii=False) + "\n")
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. What is left of an epoch is dropped when it is not enough.
@@ -99,7 +123,7 @@ class PromptLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as plain JSON."""
         data = self.builder.data
-        order = {"rows": len(self._usable), "shuffle": data.shuffle, "seed": data.seed}
+        order = {"rows": len(self._usable), "shuffle": data.shuffle, "seed": data.seed, "usable": self._digest}
         return {"epoch": self._epoch, "position": self._position, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,13 +134,15 @@ class PromptLoader:
         """
         now = self.state_dict()
         changed = [
-            f"{key} was {state[key]}, is {now[key]}" for key in ("rows", "shuffle", "seed") if state[key] != now[key]
+            f"{key} was {state[key]}, is {now[key]}"
+            for key in ("rows", "shuffle", "seed", "usable")
+            if state.get(key, now[key]) != now[key]
         ]
         if changed:
             raise DataError(
                 f"cannot resume in the middle of {self.builder.rows.source}: {'; '.join(changed)} (rows counts usable "
-                "ones). Resume with the data settings of the checkpoint, or begin the rows anew with "
-                "trainer.restart_data=true."
+                "ones, usable tells them apart). Resume with the data and settings of the checkpoint, or begin the "
+                "rows anew with trainer.restart_data=true."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
@@ -151,6 +177,7 @@ class PromptLoader:
                     f"{error}. Repair the picture, or set data.on_bad_row=skip to leave its row out."
                 ) from error
             self.skipped[row] = str(error)
+            self._write_down(str(error))
             note(f"{self.split}: skipped {error} (skipped so far: {len(self.skipped)})")
             return None
 
@@ -216,12 +243,13 @@ def open_loader(config: Config, processing: Processing, split: Literal["train", 
     spec = data.train_files if split == "train" else data.val_files
     if not spec:
         raise DataError(f"data.{split}_files is not set. Give a file, a folder or a hub id, as PATH_OR_HUB_ID@split.")
-    rows = load_rows(spec)
+    rows = open_rows(data, spec)
     builder = PromptBuilder(data, processing, rows)
     found = survey(builder, split)
-    for line in report(found, data, rows.source, len(rows), split):
+    for line in report(found, data, rows, split):
         note(line)
-    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images)
+    reasons = left_out(found, data, rows)
+    loader = PromptLoader(builder, found.usable, split, most_images=found.most_images, left_out=reasons)
     if split == "train":
         loader.require(max(data.rollout_batch_size, data.mini_rollout_batch_size or 0))
     return loader

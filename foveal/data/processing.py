@@ -1,7 +1,9 @@
-"""The model's own tokenizer and processor: text and pictures to token ids and features."""
+"""The model's own tokenizer and processor: text, pictures and videos to token ids and features."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foveal.data.feature_cache import FeatureCache
-from foveal.data.images import Size, decode_image
+from foveal.data.images import PictureError, Size, decode_image
+from foveal.data.media import MediaSize
+from foveal.data.video import VideoHeader
+from foveal.data.video_rule import VideoRule, bound_video_pixels
 from foveal.errors import DataError, ModelError
 from foveal.models.families import read_config
 from foveal.types import Group, Media, Prompt
@@ -59,7 +64,9 @@ class Processing:
         eos_ids: every id that ends an answer: those of generation_config.json, config.json and the tokenizer.
         pad_id: fills batches.
         feature_dtype: what pixel values are rounded to when they are made; None leaves float32.
-        image_token_id, video_token_id: the placeholders; None where the model has none.
+        placeholders: the id that stands for a picture, and that for a video, by kind; those that the model has.
+        stamps_frames: a video's tokens are interrupted by the time of each frame, as in Qwen3-VL.
+        vocabulary: how many ids the model knows; None where its configuration doesn't say.
     """
 
     def __init__(
@@ -70,12 +77,14 @@ class Processing:
         processor: ProcessorMixin | None,
         config: Mapping[str, Any],
         chat_template: str | None,
+        video_fps: float = 2.0,
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
         self.model_type: str = config["model_type"]
-        self.image_token_id: int | None = config.get("image_token_id")
-        self.video_token_id: int | None = config.get("video_token_id")
+        self.placeholders = _placeholders(processor, config)
+        self.stamps_frames = hasattr(processor, "_calculate_timestamps")
+        self.vocabulary: int | None = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
         self.forbidden_ids = _vision_ids(tokenizer, config) if processor is not None else []
         self.eos_ids = _eos_ids(model_path, tokenizer, config)
         self.feature_dtype: torch.dtype | None = None
@@ -84,7 +93,8 @@ class Processing:
         self._tokenizer_path = tokenizer_path or model_path
         self._own_template = chat_template
         self._forbidden_texts = [str(tokenizer.convert_ids_to_tokens(token)) for token in self.forbidden_ids]
-        self._tokens_of_size: dict[Size, int] = {}
+        self._tokens_of_size: dict[MediaSize, int] = {}
+        self._videos = VideoRule(processor, video_fps) if "video" in self.placeholders else None
         self._feature_cache = FeatureCache()
         if chat_template is not None:
             tokenizer.chat_template = chat_template
@@ -95,6 +105,11 @@ class Processing:
                 f"{model_path} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json). "
                 f"Use an instruction-tuned model, or give a Jinja file as data.override_chat_template."
             )
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder of a picture; None where the model has none."""
+        return self.placeholders.get("image")
 
     @property
     def merge_length(self) -> int:
@@ -122,35 +137,32 @@ class Processing:
 
         Returns:
             The unexpanded ids; the expanded ids; the features: `pixel_values` (patches, values), float32 or
-            `feature_dtype`, and `image_grid_thw` (images, 3) int64, in patches. Without media the ids are the same and
-            features are empty.
+            `feature_dtype`, and `image_grid_thw` (images, 3) int64, in patches; for videos `pixel_values_videos`,
+            `video_grid_thw` and, in Qwen2.5-VL, `second_per_grid_ts` (videos,) float32. Without media the ids are the
+            same and features are empty.
 
         Raises:
-            PictureError: a picture cannot be decoded.
+            PictureError: a picture or video cannot be decoded, or is of a size that the processor refuses.
             DataError: the chat template did not place one placeholder per medium.
         """
         token_ids = self._tokenise([text])[0]
         if not media:
             return token_ids, list(token_ids), {}
-        placeholders = sum(token == self.image_token_id for token in token_ids)
-        if placeholders != len(media):
-            raise DataError(
-                f"{media[0].name}: the chat template put {placeholders} image placeholders for {len(media)} images. "
-                f"It must write one for each part of type image (see data.override_chat_template)."
-            )
-        assert self.processor is not None
-        output = self.processor(text=[text], images=self.pictures(media), add_special_tokens=False, return_tensors="pt")
+        for kind, token_id in self.placeholders.items():
+            found, wanted = token_ids.count(token_id), sum(medium.kind == kind for medium in media)
+            if found != wanted:
+                raise DataError(
+                    f"{media[0].name}: the chat template put {found} {kind} placeholders for {wanted} {kind}s. It must "
+                    f"write one for each part of type {kind} (see data.override_chat_template)."
+                )
+        output = self._process(media, text=[text], add_special_tokens=False)
         return token_ids, output["input_ids"][0].tolist(), self._only_features(output)
 
     def features(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         """What `encode` made of the prompt's media; made again from their bytes where it was left behind or dropped."""
         features = prompt.features
         if features is None:
-            features = {}
-            if prompt.media:
-                assert self.processor is not None
-                pictures = self.pictures(prompt.media)
-                features = self._only_features(self.processor.image_processor(images=pictures, return_tensors="pt"))
+            features = self._only_features(self._process(prompt.media)) if prompt.media else {}
             prompt.features = features
         if features:
             self._feature_cache.keep(prompt)
@@ -162,11 +174,21 @@ class Processing:
             self._feature_cache.keep(prompt, used=False)
 
     def pictures(self, media: Sequence[Media]) -> list[Image]:
-        """The media decoded as the processor gets them (upright RGB); an engine must be given the same."""
-        return [decode_image(medium.data, medium.name, self._model_size()) for medium in media]
+        """The pictures among the media decoded as the processor gets them (upright RGB).
 
-    def count_tokens(self, texts: Sequence[str], sizes: Sequence[Sequence[Size]]) -> list[int]:
-        """Lengths of the expanded ids, from the sizes (height, width) of each text's pictures: no pixel is touched.
+        Raises:
+            PictureError: one cannot be decoded, or is of a size that the processor refuses.
+        """
+        images = [decode_image(one.data, one.name, self._model_size()) for one in media if one.kind == "image"]
+        for image, medium in zip(images, (one for one in media if one.kind == "image"), strict=True):
+            try:
+                self.visual_tokens((image.height, image.width))
+            except ValueError as error:
+                raise PictureError(f"{medium.name}: {image.width}x{image.height}: {error}") from error
+        return images
+
+    def count_tokens(self, texts: Sequence[str], sizes: Sequence[Sequence[MediaSize]]) -> list[int]:
+        """Lengths of the expanded ids, from the sizes of each text's pictures and videos: no pixel is touched.
 
         Raises:
             ValueError: the processor refuses a size (the Qwen families do beyond an aspect ratio of 200).
@@ -176,19 +198,11 @@ class Processing:
             for ids, own in zip(self._tokenise(list(texts)), sizes, strict=True)
         ]
 
-    def visual_tokens(self, size: Size) -> int:
-        """Tokens that the processor makes of a picture of this (height, width)."""
+    def visual_tokens(self, size: MediaSize) -> int:
+        """Tokens that the processor makes of a picture of this (height, width), or of a video: what takes the place of
+        its placeholder, the times of the frames included."""
         if size not in self._tokens_of_size:
-            processor: Any = self.processor
-            if hasattr(processor, "_get_num_multimodal_tokens"):
-                count = processor._get_num_multimodal_tokens(image_sizes=[size]).num_image_tokens[0]
-            else:
-                from PIL import Image
-
-                blank = Image.new("RGB", size[::-1])
-                output = processor(text=[processor.image_token], images=[blank], add_special_tokens=False)
-                count = len(output["input_ids"][0])
-            self._tokens_of_size[size] = int(count)
+            self._tokens_of_size[size] = self._count(size)
         return self._tokens_of_size[size]
 
     def decode(self, group: Group, *, skip_special_tokens: bool) -> None:
@@ -196,6 +210,34 @@ class Processing:
         for response in group.responses:
             ids = response.token_ids.tolist()
             response.text = str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _count(self, size: MediaSize) -> int:
+        processor: Any = self.processor
+        if isinstance(size, VideoHeader):
+            assert self._videos is not None
+            return self._videos.tokens(size)
+        if hasattr(processor, "_get_num_multimodal_tokens"):
+            return int(processor._get_num_multimodal_tokens(image_sizes=[size]).num_image_tokens[0])
+        from PIL import Image
+
+        blank = Image.new("RGB", size[::-1])
+        return len(processor(text=[processor.image_token], images=[blank], add_special_tokens=False)["input_ids"][0])
+
+    def identity(self) -> str:
+        """A digest of all that decides the tokens of a text and of a picture: other where they may be others."""
+        import transformers
+
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        parts = [
+            transformers.__version__,
+            backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab()),
+            *(str(getattr(one, "chat_template", None)) for one in (self.tokenizer, self.processor)),
+            *(str(token) for token in self.forbidden_ids),
+        ]
+        for part in ("image_processor", "video_processor"):
+            processor = getattr(self.processor, part, None)
+            parts.append(processor.to_json_string() if processor is not None else "")
+        return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
 
     def save(self, folder: str | Path) -> None:
         """Copies tokenizer, processor, chat template and generation config into `folder`, byte for byte.
@@ -216,11 +258,30 @@ class Processing:
         if self._own_template is not None:
             (folder / TEMPLATE_FILES[0]).write_text(self._own_template, encoding="utf-8")
 
+    def _process(self, media: Sequence[Media], **text: Any) -> Mapping[str, Any]:
+        """The processor's output for these media, and for a text where one is given."""
+        assert self.processor is not None
+        arguments: dict[str, Any] = dict(text, return_tensors="pt")
+        if images := self.pictures(media):
+            arguments["images"] = images
+        if videos := [medium for medium in media if medium.kind == "video"]:
+            assert self._videos is not None
+            clips, metadata = zip(*(self._videos.clip(medium) for medium in videos), strict=True)
+            arguments["videos"] = list(clips)
+            # Sampled and resized already, while they were decoded.
+            arguments["videos_kwargs"] = {
+                "video_metadata": list(metadata),
+                "do_sample_frames": False,
+                "do_resize": False,
+            }
+        return self.processor(**arguments)
+
     def _only_features(self, output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         features = {name: value for name, value in output.items() if name not in TEXT_OUTPUTS}
         if self.feature_dtype is None:
             return features
-        return {k: v.to(self.feature_dtype) if v.is_floating_point() else v for k, v in features.items()}
+        # Times are not rounded: positions are made of them.
+        return {k: v.to(self.feature_dtype) if k.startswith("pixel_values") else v for k, v in features.items()}
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -233,9 +294,15 @@ class Processing:
         if not isinstance(processor, Qwen2VLImageProcessor):
             return None
 
-        def target(size: Size) -> Size:
+        def rule(size: Size) -> Size:
             factor = processor.patch_size * processor.merge_size
             return smart_resize(*size, factor, processor.size["shortest_edge"], processor.size["longest_edge"])
+
+        def target(size: Size) -> Size | None:
+            # The processor applies its rule to what it is given. At extreme aspect ratios, where a side cannot be
+            # shorter than a token, a second time would change the size once more.
+            resized = rule(size)
+            return resized if rule(resized) == resized else None
 
         return target
 
@@ -248,13 +315,16 @@ def load_processing(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     chat_template: str | None = None,
+    video_fps: float = 2.0,
 ) -> Processing:
     """Loads tokenizer and processor of a folder or hub id.
 
     Args:
         tokenizer_path: takes the tokenizer from elsewhere.
-        min_pixels, max_pixels: bounds on a picture's size as the model sees it; None leaves the processor's own.
+        min_pixels, max_pixels: bounds on a picture's size as the model sees it; None leaves the processor's own. A
+            frame of a video is bounded by `max_pixels` alone.
         chat_template: the text of a Jinja chat template to use instead of the model's.
+        video_fps: frames a second that are sampled from a video.
 
     Raises:
         ModelError: no such model, no tokenizer, no chat template, or a vision-language model without its processor.
@@ -278,7 +348,9 @@ def load_processing(
             processor.tokenizer = tokenizer
     if processor is not None:
         _bound_pixels(processor.image_processor, min_pixels, max_pixels)
-    return Processing(model_path, tokenizer_path, tokenizer, processor, config, chat_template)
+        if getattr(processor, "video_processor", None) is not None:
+            bound_video_pixels(processor.video_processor, max_pixels)
+    return Processing(model_path, tokenizer_path, tokenizer, processor, config, chat_template, video_fps)
 
 
 def _load_processor(model_path: str, trust_remote_code: bool) -> ProcessorMixin:
@@ -308,6 +380,11 @@ def _bound_pixels(image_processor: Any, min_pixels: int | None, max_pixels: int 
     if max_pixels is not None:
         size["longest_edge"] = max_pixels
     image_processor.size = type(image_processor.size)(**size)
+
+
+def _placeholders(processor: ProcessorMixin | None, config: Mapping[str, Any]) -> dict[str, int]:
+    kinds = [kind for kind in ("image", "video") if getattr(processor, f"{kind}_processor", None) is not None]
+    return {kind: config[f"{kind}_token_id"] for kind in kinds if config.get(f"{kind}_token_id") is not None}
 
 
 def _vision_ids(tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]) -> list[int]:

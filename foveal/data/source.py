@@ -1,126 +1,106 @@
-"""Where rows come from: local files and folders, and data sets of the Hugging Face hub or ModelScope.
+"""Where rows come from: local files, folders and globs, web addresses, and data sets of a hub.
 
-A source is written `PATH_OR_HUB_ID@split`. A path that exists is always read locally, without a network attempt.
-Pictures stay as they are stored; nothing here decodes one.
+A source is written `PATH_OR_HUB_ID@split`, and `*WEIGHT` after it where it is mixed with others. A path that exists is
+always read locally, without a network attempt. Pictures stay as they are stored; nothing here decodes one.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import glob
 import re
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from foveal.data.files import EXTENSIONS, JsonLines, read_csv, read_json, read_parquet, undecoded
+from foveal.data.download import fetch, is_url
+from foveal.data.files import EXTENSIONS
+from foveal.data.folders import read_file, read_folder, read_glob
+from foveal.data.hub import read_hub
+from foveal.data.layouts import Layout, apply_layout, guess_layout
+from foveal.data.registry import REGISTRY, read_entry
+from foveal.data.rows import Mixture, Rows
 from foveal.errors import DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from foveal.config.schema_data import DataConfig
 
-# The names that `datasets` takes for a split when they stand in a file's or folder's name.
-SPLIT_WORDS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
-}
-# Files that describe a data set and hold no rows.
-DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SPLIT = re.compile(r"(?P<name>[\w.-]+)?(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
-
-
-class Table(Protocol):
-    """What a reader returns: rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-
-class Rows:
-    """The rows of one source, read when asked for.
-
-    Attributes:
-        source: as the user wrote it, for messages.
-        columns: every column that any row has.
-    """
-
-    def __init__(self, table: Table | Sequence[dict[str, Any]], columns: Sequence[str], source: str) -> None:
-        self._table = table
-        self._numbers = range(len(table))
-        self.columns = list(columns)
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._table[self._numbers[index]]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
-    def checksum(self, columns: Sequence[str]) -> str:
-        """Tells rows apart from others, wherever they lie: of `columns` of at most 1,000 rows, evenly spread."""
-        found = 0
-        for index in range(0, len(self), max(1, len(self) // 1000)):
-            row = self[index]
-            text = json.dumps([row.get(column) for column in columns], default=str, sort_keys=True)
-            found = zlib.crc32(text.encode(errors="backslashreplace"), found)
-        return f"{found:08x}"
-
-    def cut(self, start: int, stop: int) -> None:
-        """Keeps rows start … stop - 1, which are then numbered from 0."""
-        self._numbers = self._numbers[start:stop]
-
-    def require(self, column: str, key: str) -> None:
-        """Raises DataError if no row has `column`, which the configuration names under `key`."""
-        if column in self.columns:
-            return
-        near = get_close_matches(column, self.columns, 1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DataError(
-            f"{self.source} has no column {column!r} ({key}); its columns are: {', '.join(self.columns)}.{hint} "
-            f"Set {key} to one of them."
-        )
+WEIGHT = re.compile(r"(?P<source>.+)\*(?P<weight>\d+\.?\d*|\.\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A source taken apart: `path` exists locally if `local`; `start`/`stop` are as in `split[10:20%]`."""
+    """A source taken apart.
+
+    Attributes:
+        path: a local path or glob if `local`, else an http(s) address or a hub id.
+        split: None where none is named.
+        start, stop: as in `split[10%:20%]`.
+    """
 
     path: str
     local: bool
-    subset: str | None
-    split: str
-    start: str | None
-    stop: str | None
+    subset: str | None = None
+    split: str | None = None
+    start: str | None = None
+    stop: str | None = None
+
+    @property
+    def part(self) -> str:
+        """The split and slice, as they were written."""
+        bounds = f"[{self.start or ''}:{self.stop or ''}]" if self.start or self.stop else ""
+        return f"@{self.split or ''}{bounds}" if self.split or bounds else ""
 
 
-def load_rows(spec: str) -> Rows:
-    """Opens `PATH_OR_HUB_ID@split`.
+def open_rows(data: DataConfig, sources: str | Sequence[str]) -> Rows:
+    """Opens what `data.train_files` or `data.val_files` names, each row with the columns that `data` expects.
 
-    `spec` is a .parquet, .json, .jsonl or .csv file, a folder of such files, or a hub id, followed by `@split` (default
-    `train`; a single file has only one split, whatever its name). `hub_id:subset@split` takes one subset and
-    `split[:100]`, `split[10%:]` a part. CSV cells are strings; JSON keeps each row's own types.
+    Several sources become one table, in their order; `*2` after a source takes each of its rows twice in an epoch,
+    `*0.5` half of them. Rows in LLaMA-Factory's layouts get a prompt and an answer (`layouts`).
 
     Raises:
-        DataError: nothing is there, the split is unknown, a line is broken, or there are no rows.
+        DataError: a source cannot be read, or has neither the columns that `data` names nor a layout that is known.
+    """
+    parts = []
+    for source in [sources] if isinstance(sources, str) else sources:
+        path, weight = split_weight(source)
+        spec = parse_spec(path)
+        if spec.local and Path(spec.path).name == REGISTRY:
+            entry = read_entry(Path(spec.path), spec.subset)
+            rows = load_rows(entry.source + (spec.part or entry.part), allow_urls=data.allow_urls)
+            if entry.most_rows is not None:
+                rows.cut(0, entry.most_rows)
+            rows.source = path
+            layout: Layout | None = entry.layout
+        else:
+            rows = load_rows(path, allow_urls=data.allow_urls)
+            layout = guess_layout(rows, data)
+        if layout is not None:
+            apply_layout(layout, rows, data)
+        rows.require(data.prompt_key, "data.prompt_key")
+        rows.require(data.answer_key, "data.answer_key")
+        parts.append((rows, weight))
+    if not parts:
+        raise DataError("the list of sources is empty. Give a file, a folder or a hub id, as PATH_OR_HUB_ID@split.")
+    return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else Mixture(parts)
+
+
+def load_rows(spec: str, *, allow_urls: bool = False) -> Rows:
+    """Opens `PATH_OR_HUB_ID@split`.
+
+    `spec` is a data file (`files.EXTENSIONS`), a folder or glob of such files, an http(s) address of one, or a hub id,
+    followed by `@split` (default `train`; a single file has one split). `:subset` before the split takes one subset of
+    a hub data set or folder, and `split[:100]`, `split[10%:]` a part. CSV cells are strings; JSON keeps each row's own
+    types.
+
+    Raises:
+        DataError: nothing is there, the split is unknown, a line is broken, or there are no rows; or an address, and
+            not `allow_urls`.
     """
     parsed = parse_spec(spec)
-    if not parsed.local:
-        rows = _read_hub(parsed, spec)
-    elif Path(parsed.path).is_dir():
-        rows = _read_files(_files_of_split(Path(parsed.path), parsed.split), spec)
-    elif Path(parsed.path).is_file():
-        rows = _read_files([Path(parsed.path)], spec)
-    else:  # a pipe would be waited for and could not be read twice
-        raise DataError(f"{spec} is neither a file nor a folder. Write the rows to a file first.")
+    rows = _read(parsed, spec, allow_urls)
     total = len(rows)
     rows.cut(_bound(parsed.start, total, 0), _bound(parsed.stop, total, total))
     if not len(rows):
@@ -128,26 +108,63 @@ def load_rows(spec: str) -> Rows:
     return rows
 
 
+def _read(spec: Spec, source: str, allow_urls: bool) -> Rows:
+    if is_url(spec.path):
+        if not allow_urls:
+            raise DataError(
+                f"{source} is a web address, and nothing is downloaded from those unless data.allow_urls=true. Set it, "
+                f"or give the hub id (owner/name) or a local path."
+            )
+        return read_file(fetch(spec.path), spec.split, source)
+    if not spec.local:
+        return read_hub(spec.path, spec.subset, spec.split, source)
+    path = Path(spec.path)
+    if glob.has_magic(spec.path) and not _exists(spec.path):
+        return read_glob(spec.path, spec.split, source)
+    if path.is_dir():
+        return read_folder(path, spec.subset, spec.split, source)
+    if path.is_file():
+        return read_file(path, spec.split, source)
+    # A pipe would be waited for and could not be read twice.
+    raise DataError(f"{source} is neither a file nor a folder. Write the rows to a file first.")
+
+
+def split_weight(source: str) -> tuple[str, float]:
+    """`a.jsonl@train*2` → (`a.jsonl@train`, 2.0); the weight is 1 where none is written."""
+    match = None if _exists(source) else WEIGHT.fullmatch(source)
+    return (match["source"], float(match["weight"])) if match else (source, 1.0)
+
+
 def parse_spec(spec: str) -> Spec:
     """Takes `PATH_OR_HUB_ID[:subset][@split]` apart; a path that exists as written has no split in it."""
     if _exists(spec):
-        return Spec(str(Path(spec).expanduser()), True, None, "train", None, None)
+        return Spec(str(Path(spec).expanduser()), True)
     path, _, split = spec.rpartition("@") if "@" in spec else (spec, "", "")
     match = SPLIT.fullmatch(split)
+    if match is None and is_url(spec):  # https://user@server/…
+        return Spec(spec, False)
     if match is None:
-        raise DataError(f"{spec}: cannot read the split {split!r}; write `train`, `train[:100]` or `train[10%:20%]`.")
-    name, start, stop = match["name"] or "train", match["start"], match["stop"]
-    if path and _exists(path):
-        return Spec(str(Path(path).expanduser()), True, None, name, start, stop)
-    hub_id, _, subset = path.partition(":")
+        raise DataError(
+            f"{spec}: cannot read the split {split!r}; write `train`, `train[:100]` or `train[10%:20%]`. Several "
+            f"sources are a list, one string for each."
+        )
+    part = match["name"], match["start"], match["stop"]
+    if is_url(path):
+        return Spec(path, False, None, *part)
     if "://" in path:
-        raise DataError(f"{spec} is an address; a run downloads hub data sets only. Give owner/name, or a local path.")
+        raise DataError(f"{spec} is an address of no known kind; give http(s)://…, owner/name or a local path.")
+    outer, _, subset = path.rpartition(":")
+    if path and (_exists(path) or glob.has_magic(path)):
+        return Spec(str(Path(path).expanduser()), True, None, *part)
+    if outer and subset and _exists(outer):
+        return Spec(str(Path(outer).expanduser()), True, subset, *part)
+    hub_id, _, subset = path.partition(":")
     if HUB_ID.fullmatch(hub_id) is None or Path(hub_id).suffix in EXTENSIONS:
         raise DataError(
             f"no file or folder {path} (looked for from {Path.cwd()}), and it does not look like a hub id "
             f"(`owner/name`). Correct the path in data.train_files / data.val_files."
         )
-    return Spec(hub_id, False, subset or None, name, start, stop)
+    return Spec(hub_id, False, subset or None, *part)
 
 
 def _exists(path: str) -> bool:
@@ -163,93 +180,3 @@ def _bound(text: str | None, total: int, default: int) -> int:
         return default
     number = round(int(text[:-1]) * total / 100) if text.endswith("%") else int(text)
     return min(max(number + total if number < 0 else number, 0), total)
-
-
-def _files_of_split(folder: Path, split: str) -> list[Path]:
-    files = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in EXTENSIONS
-        and path.name not in DESCRIPTIONS
-        and not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
-        and path.is_file()
-    ]
-    if not files:
-        raise DataError(f"folder {folder} holds no data file; readable are {', '.join(sorted(EXTENSIONS))}.")
-    by_split: dict[str, list[Path]] = {}
-    for path in files:
-        by_split.setdefault(split_in_name(path.relative_to(folder)) or "", []).append(path)
-    # As in `datasets`: files without a split in their names are the train split if no file has one.
-    unnamed = by_split.pop("", [])
-    if not by_split:
-        by_split["train"] = unnamed
-    wanted = next((name for name, words in SPLIT_WORDS.items() if split in words), split)
-    chosen = by_split.get(split) or by_split.get(wanted)
-    if chosen is None:
-        raise DataError(
-            f"folder {folder} has no split {split!r}; it has: {', '.join(sorted(by_split))}. "
-            f"Write {folder}@{min(by_split)}, for instance."
-        )
-    kinds = {EXTENSIONS[path.suffix.lower()] for path in chosen}
-    if len(kinds) > 1:
-        names = ", ".join(str(path.relative_to(folder)) for path in chosen[:6])
-        raise DataError(f"folder {folder} mixes file types in split {split!r}: {names}. Name the one file to read.")
-    return chosen
-
-
-def split_in_name(path: Path) -> str | None:
-    """The split that a file's path inside its folder names, or None: `data/test-00000-of-00002.parquet` → test."""
-    shard = re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name)
-    if shard:
-        return shard[1]
-    words = set(re.split(r"[-._ 0-9/\\]+", path.as_posix().lower()))
-    return next((name for name, known in SPLIT_WORDS.items() if words & known), None)
-
-
-def _read_files(files: list[Path], source: str) -> Rows:
-    kind = EXTENSIONS.get(files[0].suffix.lower())
-    if kind is None:
-        raise DataError(f"{files[0]}: unknown kind of data file; readable are {', '.join(sorted(EXTENSIONS))}.")
-    if kind == "parquet":
-        dataset = read_parquet(files)
-        return Rows(dataset, dataset.column_names, source)
-    if kind == "jsonl":
-        lines = JsonLines(files)
-        return Rows(lines, lines.columns, source)
-    rows = [row for path in files for row in (read_csv(path) if kind == "csv" else read_json(path))]
-    return Rows(rows, list(dict.fromkeys(key for row in rows for key in row)), source)
-
-
-def _read_hub(spec: Spec, source: str) -> Rows:
-    modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in {"1", "true", "y", "yes"}
-    try:
-        dataset = _from_modelscope(spec) if modelscope else _from_hugging_face(spec)
-    except DataError:
-        raise
-    except Exception as error:
-        hub = "ModelScope" if modelscope else "the Hugging Face hub"
-        raise DataError(
-            f"{spec.path} is no file or folder here (looked for from {Path.cwd()}), and loading it from {hub} failed: "
-            f"{type(error).__name__}: {error}. Correct the path or id, or download the data set where there is a "
-            f"network and give its folder."
-        ) from error
-    dataset = undecoded(dataset)
-    return Rows(dataset, dataset.column_names, source)
-
-
-def _from_hugging_face(spec: Spec) -> Dataset:
-    from datasets import load_dataset
-
-    return load_dataset(spec.path, spec.subset, split=spec.split)
-
-
-def _from_modelscope(spec: Spec) -> Dataset:
-    try:
-        from modelscope import MsDataset
-    except ImportError as error:
-        raise DataError(
-            f"USE_MODELSCOPE_HUB is set, and reading {spec.path} from there needs the package modelscope: "
-            f"`pip install modelscope`, or unset USE_MODELSCOPE_HUB."
-        ) from error
-    dataset = MsDataset.load(spec.path, subset_name=spec.subset, split=spec.split)
-    return dataset.to_hf_dataset() if isinstance(dataset, MsDataset) else dataset

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foveal.data.images import PictureError, Size
-from foveal.data.prompts import Draft, PromptBuilder
-from foveal.errors import DataError
+import numpy as np
+
+from foveal.data.images import PictureError
+from foveal.data.length_cache import Lengths, cache_path
+from foveal.data.measure import measure_all
+from foveal.data.prompts import PromptBuilder
+from foveal.data.rows import Rows
+from foveal.errors import DataError, FovealError
 from foveal.track.console import phase
 
 if TYPE_CHECKING:
     from foveal.config.schema_data import DataConfig
 
-CHUNK = 256
+KEPT_FROM_SECONDS = 1.0
+"""Lengths that took less to find out are not kept on disk."""
 SHOWN = 5
 
 
@@ -24,14 +30,17 @@ class Survey:
 
     Attributes:
         usable: numbers of the rows that can be used, in order.
-        with_images: how many of them have a picture.
-        most_images: the most pictures that one of them has.
+        with_images, with_videos: how many of them have a picture, or a video.
+        text_only: how many have neither.
+        most_images: the most that one of them has.
         too_long: (row, tokens, images) of those longer than `data.max_prompt_length`.
         unreadable: the reason for each row with a missing or unreadable picture.
     """
 
     usable: list[int] = field(default_factory=list)
     with_images: int = 0
+    with_videos: int = 0
+    text_only: int = 0
     most_images: int = 0
     too_long: list[tuple[int, int, int]] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
@@ -43,96 +52,119 @@ def survey(builder: PromptBuilder, split: str) -> Survey:
     Raises:
         DataError: a row is wrong in itself; a prompt is too long and `data.filter_overlong_prompts` is false; a picture
             is unreadable and `data.on_bad_row` is "stop"; or no row is left.
+        ModelError: there are pictures and the model takes text only.
     """
     data, rows = builder.data, builder.rows
-    found = Survey()
-    total = len(rows)
-    with (
-        ThreadPoolExecutor(data.filter_overlong_prompts_workers) as pool,
-        phase(f"{split}: looking at the rows", total) as advance,
-    ):
-        for start in range(0, total, CHUNK):
-            numbers = range(start, min(start + CHUNK, total))
-            drafts: list[Draft] = []
-            sizes: list[list[Size]] = []
-            # Threads, because what takes long is opening pictures; the tokenizer has threads of its own.
-            for outcome in pool.map(lambda number: _look(builder, number), numbers):
-                if isinstance(outcome, PictureError):
-                    found.unreadable.append(str(outcome))
-                else:
-                    drafts.append(outcome[0])
-                    sizes.append(outcome[1])
-            lengths = builder.processing.count_tokens([draft.text for draft in drafts], sizes)
-            for draft, own, length in zip(drafts, sizes, lengths, strict=True):
-                if length > data.max_prompt_length:
-                    found.too_long.append((draft.row_index, length, len(own)))
-                else:
-                    found.usable.append(draft.row_index)
-                    found.with_images += bool(own)
-                    found.most_images = max(found.most_images, len(own))
-            advance(len(numbers))
-    _stop_if_refused(found, data, rows.source, total)
+    lengths, faults = look_at_rows(builder, split)
+    wrong = {row: fault for row, fault in faults.items() if not isinstance(fault, PictureError)}
+    if wrong:
+        first = next(iter(wrong.values()))
+        raise type(first)(_with_others(str(first), list(wrong), rows))
+    fits = (lengths.tokens > 0) & (lengths.tokens <= data.max_prompt_length)
+    images, videos = lengths.images[fits], lengths.videos[fits]
+    found = Survey(
+        usable=np.flatnonzero(fits).tolist(),
+        with_images=int(np.count_nonzero(images)),
+        with_videos=int(np.count_nonzero(videos)),
+        text_only=int(np.count_nonzero((images == 0) & (videos == 0))),
+        most_images=int(images.max(initial=0)),
+        too_long=[
+            (row, int(lengths.tokens[row]), int(lengths.images[row]))
+            for row in np.flatnonzero(lengths.tokens > data.max_prompt_length).tolist()
+        ],
+        unreadable=[str(fault) for fault in faults.values()],
+    )
+    _stop_if_refused(found, data, rows)
     return found
 
 
-def report(found: Survey, data: DataConfig, source: str, total: int, split: str) -> list[str]:
+def look_at_rows(builder: PromptBuilder, split: str) -> tuple[Lengths, dict[int, FovealError]]:
+    """The length of every row, and why one cannot be used, by row in order.
+
+    What was found out at an earlier start is taken from disk (`length_cache`); rows that could not be used then, or
+    whose pictures have changed, are looked at again.
+    """
+    path, total = cache_path(builder), len(builder.rows)
+    lengths = Lengths.load(path, total) if path is not None else Lengths(total)
+    lengths.forget_changed()
+    rows = lengths.unknown()
+    faults: dict[int, FovealError] = {}
+    begin = time.monotonic()
+    with phase(f"{split}: looking at the rows", len(rows)) as advance:
+        for measured in measure_all(builder, rows, builder.data.filter_overlong_prompts_workers):
+            lengths.add(measured)
+            faults.update((one.row, one.fault) for one in measured if one.fault is not None)
+            advance(len(measured))
+    if path is not None and time.monotonic() - begin > KEPT_FROM_SECONDS:
+        lengths.save(path)
+    return lengths, dict(sorted(faults.items()))
+
+
+def report(found: Survey, data: DataConfig, rows: Rows, split: str) -> list[str]:
     """The lines that say what is used and what is not."""
-    text_only = len(found.usable) - found.with_images
-    lines = [
-        f"{split}: {_rows(len(found.usable))} from {source} ({found.with_images} with images, {text_only} text only)"
-    ]
+    kinds = [f"{found.with_images} with images"]
+    kinds += [f"{found.with_videos} with videos"] if found.with_videos else []
+    kinds.append(f"{found.text_only} text only")
+    lines = [f"{split}: {_rows(len(found.usable))} from {rows.source} ({', '.join(kinds)})"]
     if found.too_long:
-        lines.append(f"{split}: {_too_long(found, data, total)}")
+        lines.append(f"{split}: {_too_long(found, data, rows)}")
     if found.unreadable:
-        lines.append(f"{split}: {_unreadable(found, total)}")
+        lines.append(f"{split}: {_unreadable(found, len(rows))}")
     return lines
 
 
-def _look(builder: PromptBuilder, number: int) -> tuple[Draft, list[Size]] | PictureError:
-    try:
-        draft = builder.draft(number)
-        sizes = draft.sizes()
-        for size, (_, name) in zip(sizes, draft.pictures, strict=True):
-            try:
-                builder.processing.visual_tokens(size)
-            except ValueError as error:
-                raise PictureError(f"{name}: {size[1]}x{size[0]}: {error}") from error
-        return draft, sizes
-    except PictureError as error:
-        return error
+def left_out(found: Survey, data: DataConfig, rows: Rows) -> list[str]:
+    """Why each row that isn't used is not, with its number."""
+    limit = f"data.max_prompt_length is {data.max_prompt_length}"
+    too_long = [
+        f"{rows.name(row)}: {tokens} tokens with {images} image{'' if images == 1 else 's'}; {limit}"
+        for row, tokens, images in found.too_long
+    ]
+    return too_long + found.unreadable
 
 
-def _stop_if_refused(found: Survey, data: DataConfig, source: str, total: int) -> None:
+def _stop_if_refused(found: Survey, data: DataConfig, rows: Rows) -> None:
     repair = "Repair the pictures, or correct data.image_dir"
     shorten = "Raise data.max_prompt_length, or lower data.max_pixels"
     if found.unreadable and data.on_bad_row == "stop":
-        raise DataError(f"{source}: {_unreadable(found, total)}. {repair}, or set data.on_bad_row=skip.")
+        raise DataError(f"{rows.source}: {_unreadable(found, len(rows))}. {repair}, or set data.on_bad_row=skip.")
     if found.too_long and not data.filter_overlong_prompts:
         raise DataError(
-            f"{source}: {_too_long(found, data, total)}. {shorten}, or set data.filter_overlong_prompts=true to leave "
-            f"such rows out. Prompts are never cut."
+            f"{rows.source}: {_too_long(found, data, rows)}. {shorten}, or set data.filter_overlong_prompts=true to "
+            f"leave such rows out. Prompts are never cut."
         )
     if not found.usable:
-        reasons = [f"{_too_long(found, data, total)}. {shorten}."] if found.too_long else []
-        reasons += [f"{_unreadable(found, total)}. {repair}."] if found.unreadable else []
-        raise DataError(f"{source}: no usable row: {' '.join(reasons)}")
+        reasons = [f"{_too_long(found, data, rows)}. {shorten}."] if found.too_long else []
+        reasons += [f"{_unreadable(found, len(rows))}. {repair}."] if found.unreadable else []
+        raise DataError(f"{rows.source}: no usable row: {' '.join(reasons)}")
 
 
-def _too_long(found: Survey, data: DataConfig, total: int) -> str:
+def _too_long(found: Survey, data: DataConfig, rows: Rows) -> str:
     shown = ", ".join(
-        f"row {row} ({tokens} tokens, {images} image{'' if images == 1 else 's'})"
+        f"{rows.name(row)} ({tokens} tokens, {images} image{'' if images == 1 else 's'})"
         for row, tokens, images in found.too_long[:SHOWN]
     )
     more = ", …" if len(found.too_long) > SHOWN else ""
     count = len(found.too_long)
     verb = "dropped as" if data.filter_overlong_prompts else "is" if count == 1 else "are"
-    return f"{count} of {_rows(total)} {verb} longer than {data.max_prompt_length} tokens: {shown}{more}"
+    return f"{count} of {_rows(len(rows))} {verb} longer than {data.max_prompt_length} tokens: {shown}{more}"
 
 
 def _unreadable(found: Survey, total: int) -> str:
     shown = "; ".join(found.unreadable[:SHOWN]) + ("; …" if len(found.unreadable) > SHOWN else "")
     verb = "has an unreadable picture" if len(found.unreadable) == 1 else "have unreadable pictures"
     return f"{len(found.unreadable)} of {_rows(total)} {verb}: {shown}"
+
+
+def _with_others(message: str, wrong: list[int], rows: Rows) -> str:
+    if len(wrong) == 1:
+        return message
+    shown = ", ".join(rows.name(row).removeprefix("row ") for row in wrong[: SHOWN * 4])
+    more = ", …" if len(wrong) > SHOWN * 4 else ""
+    return (
+        f"{message}\n{len(wrong)} of {_rows(len(rows))} are wrong: rows {shown}{more}. `foveal check` lists each with "
+        f"its fault."
+    )
 
 
 def _rows(number: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from foveal.errors import ModelError
+from foveal.models.disk_names import names_in_module
 from foveal.models.lora_targets import linear_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -28,8 +29,17 @@ _UNSUPPORTED: dict[str, Any] = {
     "alpha_pattern": {},
     "fan_in_fan_out": False,
     "target_parameters": None,
+    "layer_replication": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "kasa_config": None,
+    "arrow_config": None,
+    "alora_invocation_tokens": None,
 }
 """Keys of adapter_config.json whose other values mean what is not done here."""
+_INIT, _PLAIN_STARTS = "init_lora_weights", (None, True, False, "gaussian", "eva", "orthogonal")
+"""How an adapter began. All other ways (PiSSA, OLoRA, CorDA, LoftQ) change the weights under it too, which peft does
+anew whenever it loads such an adapter."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,10 @@ class Adapter(AdapterInfo):
             ModelError: a layer that the model lacks, or of another size.
         """
         linear = linear_layers(model)
+        in_module = names_in_module(model)
         found = {}
         for name, (a, b) in self.weights.items():
-            path = name if name in linear else _renamed(model, name)
+            path = name if name in linear else in_module(f"{name}.weight")[0].removesuffix(".weight")
             layer = linear.get(path)
             if layer is None:
                 raise ModelError(
@@ -111,6 +122,8 @@ def read_info(place: str, section: str) -> AdapterInfo:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from error
     odd = [f"{key}={config[key]!r}" for key, plain in _UNSUPPORTED.items() if (config.get(key) or plain) != plain]
+    if config.get(_INIT) not in _PLAIN_STARTS:
+        odd.append(f"{_INIT}={config[_INIT]!r}")
     if kind != "LORA":
         odd.insert(0, f"peft_type={kind!r}")
     if odd:
@@ -164,17 +177,6 @@ def peft_config(base: str | None, rank: int, alpha: float, targets: list[str]) -
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _renamed(model: Any, path: str) -> str:
-    """The path in the module of a layer that the files of its model name so."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    steps = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    name, _ = rename_source_key(f"{path}.weight", renamings, [])
-    return name.removesuffix(".weight")
 
 
 def _file(place: str, name: str) -> Path | None:

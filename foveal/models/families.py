@@ -43,9 +43,7 @@ def read_config(model_path: str, section: str = "worker.actor.model") -> dict[st
     """
     from transformers import PretrainedConfig
 
-    owner, slash, rest = model_path.partition("/")
-    is_local = owner in ("", ".", "..", "~") or "/" in rest or bool(slash and Path(owner).is_dir())
-    if is_local and not Path(model_path).is_dir():
+    if is_absent(model_path):
         raise ModelError(
             f"{section}.model_path: there is no folder {model_path!r} (looked in {Path.cwd()}). "
             "Give the folder of a Hugging Face model, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."
@@ -60,6 +58,13 @@ def read_config(model_path: str, section: str = "worker.actor.model") -> dict[st
     if "model_type" not in config:
         raise ModelError(f"{model_path}: its config.json has no model_type (is this a Hugging Face model folder?).")
     return config
+
+
+def is_absent(model_path: str) -> bool:
+    """Whether this can only be a folder, not a hub id, and there is no such folder."""
+    owner, slash, rest = model_path.partition("/")
+    is_local = owner in ("", ".", "..", "~") or "/" in rest or bool(slash and Path(owner).is_dir())
+    return is_local and not Path(model_path).is_dir()
 
 
 def family_of(config: dict[str, Any], model_path: str) -> Family:

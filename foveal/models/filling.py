@@ -21,6 +21,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from foveal.errors import ModelError
 from foveal.models.adapter_files import open_adapter
+from foveal.models.families import is_absent
 from foveal.models.loading import refuse_gaps
 from foveal.models.lora import fill_adapters, is_factor
 
@@ -127,6 +128,9 @@ def _of_shards(operation: Any) -> Any:
 
 def weight_files(model_path: str) -> list[str]:
     from transformers.utils import cached_file
+
+    if is_absent(model_path):
+        raise ModelError(f"there is no folder {model_path!r}.")
 
     quiet: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if one := cached_file(model_path, _ONE_FILE, **quiet):

@@ -34,7 +34,7 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_A: (rank, in_features), lora_B: (out_features, rank); in float32, also beside bfloat16 weights.
         start_A, start_B: copies of both from when training began, where it began with an adapter; else None.
-        scaling: alpha / rank.
+        alpha: as configured, and scaling: alpha / rank.
         at_start: compute as when training began.
     """
 
@@ -42,6 +42,7 @@ class LoraLinear(nn.Linear):
     lora_B: nn.Parameter
     start_A: torch.Tensor | None
     start_B: torch.Tensor | None
+    alpha: float
     scaling: float
     at_start: bool
 
@@ -122,7 +123,7 @@ def _inject(model: nn.Module, targets: Iterable[str], rank: int, alpha: float) -
             layer.register_parameter(factor, nn.Parameter(torch.empty(shape, dtype=dtype, device=weight.device)))
         layer.register_buffer("start_A", None, persistent=False)
         layer.register_buffer("start_B", None, persistent=False)
-        layer.scaling = alpha / rank
+        layer.alpha, layer.scaling = float(alpha), alpha / rank
         layer.at_start = False
 
 
@@ -224,10 +225,9 @@ def adapter_config(model: Any) -> dict[str, Any]:
     """The content of peft's adapter_config.json for the model's adapters."""
     layers = lora_layers(model)
     first = next(iter(layers.values()))
-    rank = first.lora_A.shape[0]
     base = getattr(model.config, "name_or_path", None) or None
-    alpha = first.scaling * rank
-    return peft_config(base, rank, int(alpha) if alpha.is_integer() else alpha, short_names(model, layers))
+    alpha = int(first.alpha) if first.alpha.is_integer() else first.alpha
+    return peft_config(base, first.lora_A.shape[0], alpha, short_names(model, layers))
 
 
 def merged(weight: torch.Tensor, factors: Factors, scaling: float, dtype: torch.dtype) -> torch.Tensor:

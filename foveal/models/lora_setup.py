@@ -8,9 +8,11 @@ from torch import nn
 from foveal.config import Config
 from foveal.config.schema_model import LoraConfig, ModelConfig
 from foveal.errors import ConfigError
-from foveal.models.adapter_files import is_adapter, read_info
+from foveal.models.adapter_files import CONFIG, is_adapter, read_info
+from foveal.models.families import is_absent
 from foveal.models.loading import empty_model
 from foveal.models.lora import add_lora, is_factor, lora_layers
+from foveal.models.lora_targets import unused_exclusions
 from foveal.models.parts import freeze_parts
 from foveal.track.console import note
 
@@ -19,9 +21,15 @@ def adopt_adapters(config: Config) -> None:
     """Where a run starts from an adapter, takes over what the adapter says: its model, rank and alpha.
 
     Raises:
-        ConfigError: keys that were given say otherwise.
+        ConfigError: keys that were given say otherwise, or the adapter's model is not there.
         ModelError: the adapter can't be read, or is of a kind that isn't supported.
     """
+    start = config.trainer.load_checkpoint_path
+    if start and is_adapter(start):
+        raise ConfigError(
+            f"trainer.load_checkpoint_path: {start} is an adapter and no checkpoint; to go on from it set "
+            f"worker.actor.model.lora.adapter_path={start} instead."
+        )
     for role, model in (("actor", config.worker.actor.model), ("critic", config.worker.critic.model)):
         section, lora = f"worker.{role}.model", model.lora
         if model.model_path and is_adapter(model.model_path):
@@ -33,6 +41,12 @@ def adopt_adapters(config: Config) -> None:
                     + f"; give the folder of a model here, and the adapter as {section}.lora.adapter_path."
                 )
             lora.adapter_path, model.model_path = model.model_path, info.base
+            if is_absent(info.base):
+                raise ConfigError(
+                    f"{section}.model_path: {lora.adapter_path} is an adapter of the model {info.base}, which is not "
+                    f"there; set {section}.model_path to where that model lies now, and {section}.lora.adapter_path to "
+                    f"{lora.adapter_path}."
+                )
         if not lora.adapter_path:
             continue
         info = read_info(lora.adapter_path, section)
@@ -44,8 +58,10 @@ def adopt_adapters(config: Config) -> None:
                     f"{value:g}, or leave it out."
                 )
         lora.rank, lora.alpha = info.rank, info.alpha
+        source = model.model_path or config.worker.actor.model.model_path
+        other = f" (its {CONFIG} names {info.base})" if info.base not in ("", source) else ""
         note(
-            f"{role}: going on from the adapter {info.place}, of {model.model_path}: rank {info.rank}, alpha "
+            f"{role}: going on from the adapter {info.place}, of {source}{other}: rank {info.rank}, alpha "
             f"{info.alpha:g}, and the layers that it has"
         )
 
@@ -64,7 +80,10 @@ def check_adapters(config: Config, *, critic: bool) -> None:
         if model.lora.rank:
             source = model.model_path or config.worker.actor.model.model_path
             assert source is not None
-            note(f"{role}: {summary(empty_adapted(model, source, f'worker.{role}.model'))}")
+            empty = empty_adapted(model, source, f"worker.{role}.model")
+            note(f"{role}: {summary(empty)}")
+            if not model.lora.adapter_path and (unused := unused_exclusions(empty, model.lora)):
+                note(f"worker.{role}.model.lora.exclude_modules: no linear layer is meant by {', '.join(unused)}")
 
 
 def empty_adapted(model: ModelConfig, source: str, section: str = "worker.actor.model") -> nn.Module:

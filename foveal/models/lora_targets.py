@@ -32,9 +32,13 @@ def choose_targets(model: Any, lora: LoraConfig, section: str) -> list[str]:
     chosen = [name for name, layer in layers.items() if (layer is not output if named == ALL else matches(name, named))]
     for pattern in [named] if isinstance(named, str) else named:
         if pattern != ALL and not any(matches(name, named if pattern is named else [pattern]) for name in layers):
+            fault = (
+                "no linear layer has that name" if pattern is not named else "no linear layer's whole path matches it"
+            )
             raise ConfigError(
-                f"{key}: {pattern!r} given, but no linear layer has that name. There are: "
-                f"{', '.join(sorted({_last(name) for name in layers}))}; or {ALL} for all but the output layer."
+                f"{key}: {pattern!r} given, but {fault}. There are: "
+                f"{', '.join(sorted({_last(name) for name in layers}))}, as {next(iter(layers))}; or {ALL} for all but "
+                "the output layer."
             )
     if lora.exclude_modules is not None:
         excluded = lora.exclude_modules
@@ -54,6 +58,16 @@ def choose_targets(model: Any, lora: LoraConfig, section: str) -> list[str]:
     return chosen
 
 
+def unused_exclusions(model: nn.Module, lora: LoraConfig) -> list[str]:
+    """What `exclude_modules` names and no linear layer is."""
+    excluded = [] if lora.exclude_modules is None else lora.exclude_modules
+    layers = linear_layers(model)
+    patterns: list[tuple[str, str | list[str]]] = (
+        [(excluded, excluded)] if isinstance(excluded, str) else [(name, [name]) for name in excluded]
+    )
+    return [shown for shown, pattern in patterns if not any(matches(name, pattern) for name in layers)]
+
+
 def matches(name: str, patterns: str | Collection[str]) -> bool:
     """Whether a module path is meant: by a regular expression for all of it, or a list of paths or ends of paths."""
     if isinstance(patterns, str):
@@ -62,11 +76,16 @@ def matches(name: str, patterns: str | Collection[str]) -> bool:
 
 
 def short_names(model: nn.Module, targets: Iterable[str]) -> list[str]:
-    """A list for `target_modules` that chooses exactly these modules: last names where all modules of a name are meant,
-    paths otherwise."""
+    """A list for `target_modules` that chooses exactly these modules, by ends of their paths as short as may be."""
     chosen = set(targets)
-    others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
-    return sorted({name if _last(name) in others else _last(name) for name in chosen})
+    others = {end for name, _ in model.named_modules() if name not in chosen for end in _ends(name)}
+    return sorted({next((end for end in _ends(name) if end not in others), name) for name in chosen})
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a path, the shortest first: c, b.c, a.b.c."""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _last(name: str) -> str:

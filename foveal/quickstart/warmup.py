@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from foveal.config import Config, load_config
 from foveal.data.processing import Processing, load_processing
 from foveal.data.prompts import PromptBuilder
-from foveal.data.source import load_rows
+from foveal.data.source import open_rows
 from foveal.errors import DataError, FovealError
 from foveal.track.console import note
 from foveal.types import Prompt
@@ -89,7 +89,7 @@ def warm_up(config: Config, model_path: str | Path, out: str | Path, recipe: Rec
         max_pixels=data.max_pixels,
         chat_template=None,
     )
-    builder = PromptBuilder(data, processing, load_rows(data.train_files))
+    builder = PromptBuilder(data, processing, open_rows(data, data.train_files))
     rows = len(builder.rows)
     if rows < recipe.batch + CHECK_ROWS:
         raise DataError(

@@ -15,11 +15,21 @@ EXPECTED = "a number, or a dict of numbers that has `overall`"
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """Which function to load: an absolute path, a name in that file, and keyword arguments to bind."""
+    """Which function or class to load.
+
+    Attributes:
+        path: absolute path of a file, or dotted name of a module.
+        name: of the function or class in it.
+        kwargs: keyword arguments to bind; those of the constructor for a class.
+        concurrency: answers that an `async def` function of one dict works on at a time, in each process.
+        time_limit: seconds that it may take for each.
+    """
 
     path: str
     name: str
     kwargs: dict[str, Any]
+    concurrency: int = 1
+    time_limit: float = math.inf
 
     @property
     def label(self) -> str:
@@ -28,17 +38,19 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class FunctionInfo:
-    """What the loaded module says of itself.
+    """What the loaded function says of itself, or its module.
 
     Attributes:
-        kind: REWARD_TYPE; "batch" when the module has none.
+        kind: REWARD_TYPE; "batch" when there is none.
         split_groups: REWARD_SPLIT = "group": a batch function is called once for each group.
-        declares_kind: whether the module has a REWARD_TYPE.
+        declares_kind: whether there is a REWARD_TYPE.
+        is_async: written with `async def`.
     """
 
     kind: Literal["batch", "sequential"]
     split_groups: bool
     declares_kind: bool
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,16 +58,26 @@ class Failure:
     """Why an answer, or all answers of one call, got no score.
 
     Attributes:
-        kind: "raised" by the function; "broken" contract; "timeout"; "died" process.
+        kind: "raised" by the function; "broken" contract; "timeout"; "died" process; beyond the "memory" limit.
         text: what happened, to follow the function's name in a sentence.
         traceback: of the user's code, for "raised".
         covers: how many answers this one failure took with it.
+        cure: what to do about it, where the failure itself tells.
     """
 
-    kind: Literal["raised", "broken", "timeout", "died"]
+    kind: Literal["raised", "broken", "timeout", "died", "memory"]
     text: str
     traceback: str = ""
     covers: int = 1
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class PictureRequest:
+    """Asked by a reward process during a call: the encoded bytes of picture `picture` of the call's input `sample`."""
+
+    sample: int
+    picture: int
 
 
 Rewards: TypeAlias = dict[str, float]
@@ -98,6 +120,8 @@ def to_outcome(result: Any) -> Outcome:
 
 def to_outcomes(result: Any, count: int) -> list[Outcome]:
     """What a batch function returned for `count` answers, one outcome each."""
+    if callable(tolist := getattr(result, "tolist", None)):  # an array or a tensor
+        result = tolist()
     if not isinstance(result, list | tuple):
         text = f"returned {_show(result)} where a list of {count} results, one for each answer, is expected"
         return [Failure("broken", text, covers=count)] * count

@@ -1,86 +1,90 @@
-"""Load `FILE:function` inside the reward process, and say precisely what is wrong with it."""
+"""Load `FILE:function` or `package.module:function` inside the reward process; say precisely what is wrong with it."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import inspect
 import os
+import re
 import sys
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from foveal.errors import RewardError
 from foveal.reward.contract import FunctionInfo, FunctionSpec
+from foveal.reward.explain import MODULE_NAME, cure_for, user_traceback
 
-LONGEST_ERROR = 500
-LONGEST_TRACEBACK = 20_000
-MODULE_NAME = "_foveal_user_reward"  # private, so that a file called math.py replaces no library
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def parse_spec(reward_function: str | None, kwargs: dict[str, Any]) -> FunctionSpec:
-    """Splits `worker.reward.reward_function` (FILE:function, the name `main` when absent) and finds the file.
+@dataclass(frozen=True)
+class Loaded:
+    """A function ready to be called with one dict, or with a list of them.
+
+    Attributes:
+        file: that it was read from, as tracebacks name it.
+    """
+
+    function: Callable[[Any], Any]
+    info: FunctionInfo
+    file: str
+
+
+def parse_spec(reward_function: str | None, kwargs: dict[str, Any], key: str = "reward_function") -> FunctionSpec:
+    """Splits FILE:function or package.module:function (the name `main` when absent) and finds the file.
+
+    Args:
+        key: below `worker.reward`, for messages.
 
     Raises:
-        RewardError: nothing is named, or there is no such file.
+        RewardError: nothing is named, or there is no such file. Whether a module exists is found out by `load`.
     """
+    key = f"worker.reward.{key}"
     if not reward_function:
-        raise RewardError("worker.reward.reward_function is not set; give FILE:function, as my_reward.py:compute_score")
+        raise RewardError(f"{key} is not set; give FILE:function, as my_reward.py:compute_score")
     path, separator, name = reward_function.rpartition(":")
     if not separator or not name.isidentifier():
         path, name = reward_function, "main"
     absolute = os.path.abspath(os.path.expanduser(path))
-    if not os.path.isfile(absolute):
-        raise RewardError(
-            f"worker.reward.reward_function: there is no file {absolute} (given: {reward_function}); "
-            "relative paths start at the working directory"
-        )
-    return FunctionSpec(absolute, name, dict(kwargs))
+    if os.path.isfile(absolute):
+        return FunctionSpec(absolute, name, dict(kwargs))
+    if DOTTED.fullmatch(path) and not path.endswith(".py"):
+        return FunctionSpec(path, name, dict(kwargs))
+    raise RewardError(
+        f"{key}: there is no file {absolute} (given: {reward_function}); relative paths start at the working directory"
+    )
 
 
-def load_function(spec: FunctionSpec) -> tuple[Callable[[Any], Any], FunctionInfo]:
-    """Imports the file and returns its function with the keyword arguments bound, and what the module declares.
+def load(spec: FunctionSpec) -> Loaded:
+    """Imports the file or module and returns its function with the keyword arguments bound.
 
-    The file's folder goes to the end of `sys.path`: siblings can be imported, and no library is shadowed.
+    A class is built once, with the keyword arguments, and its `__call__` or `compute_score` is the function. The
+    file's folder (for a module, the working directory) goes to the end of `sys.path`: siblings can be imported, and no
+    library is shadowed.
 
     Raises:
-        RewardError: the import raises, the function is absent or doesn't take the arguments, or a declaration is wrong.
+        RewardError: the import or the constructor raises, the function is absent or doesn't take the arguments, or a
+            declaration is wrong.
     """
-    module = _import_file(spec.path)
-    function = getattr(module, spec.name, None)
-    if not callable(function):
+    module = _import_file(spec.path) if os.path.isabs(spec.path) else _import_module(spec.path)
+    found = getattr(module, spec.name, None)
+    if not callable(found):
         raise RewardError(
             f"{spec.path} has no function {spec.name!r}; it has {', '.join(_function_names(module)) or 'none'}. "
             "Name one with worker.reward.reward_function=FILE:function"
         )
-    try:
-        inspect.signature(function).bind(None, **spec.kwargs)
-    except TypeError as error:
-        raise RewardError(
-            f"{spec.label}{inspect.signature(function)} does not take one argument and "
-            f"worker.reward.reward_function_kwargs {spec.kwargs}: {error}"
-        ) from None
-    except ValueError:  # written in C, without a signature
-        pass
-    return partial(function, **spec.kwargs), _read_info(module, spec.path)
-
-
-def user_traceback(error: BaseException, path: str) -> str:
-    """The traceback of `error` from the user's file on, without our own frames."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename != path:
-        frame = frame.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
-    return text if len(text) <= LONGEST_TRACEBACK else f"{text[:LONGEST_TRACEBACK]}…"
-
-
-def short_text(error: BaseException) -> str:
-    """Type and message of `error`, also where its own `__str__` fails, cut to what a person reads."""
-    text = traceback.format_exception_only(error)[-1].strip().removeprefix(f"{MODULE_NAME}.")
-    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"
+    file = str(getattr(module, "__file__", spec.path))
+    if inspect.isclass(found):
+        function = _method(_build(found, spec, file), spec)
+    else:
+        _check_arguments(found, spec, (None,), "one argument and ")
+        function = partial(found, **spec.kwargs)
+    return Loaded(function, _read_info(found, module, spec.label, _is_async(function)), file)
 
 
 def _import_file(path: str) -> ModuleType:
@@ -93,21 +97,98 @@ def _import_file(path: str) -> ModuleType:
     try:
         loader.exec_module(module)
     except BaseException as error:  # a sys.exit() at import is the user's mistake too
-        raise RewardError(f"importing {path} failed\n{user_traceback(error, path)}") from None
+        raise _failed(f"importing {path} failed", error, path) from None
     return module
 
 
-def _read_info(module: ModuleType, path: str) -> FunctionInfo:
-    kind: Any = getattr(module, "REWARD_TYPE", "batch")
-    if kind not in ("batch", "sequential"):
-        raise RewardError(f'{path}: REWARD_TYPE is {kind!r}; allowed are "batch" and "sequential"')
-    split = getattr(module, "REWARD_SPLIT", None)
+def _import_module(name: str) -> ModuleType:
+    sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise RewardError(
+                f"there is neither a file {name} nor a module {name} (no {error.name!r}); modules are looked for in "
+                "the working directory and among the installed packages. A file is named with its ending, as "
+                "my_reward.py:compute_score"
+            ) from None
+        raise _failed(f"importing {name} failed", error, _file_of(name)) from None
+    except BaseException as error:
+        raise _failed(f"importing {name} failed", error, _file_of(name)) from None
+
+
+def _file_of(name: str) -> str:
+    try:
+        found = importlib.util.find_spec(name)
+    except Exception:  # whatever a package on the way raises; then the whole traceback is shown
+        return ""
+    return found.origin or "" if found else ""
+
+
+def _failed(what: str, error: BaseException, file: str) -> RewardError:
+    return RewardError("\n".join(filter(None, [what, user_traceback(error, file), cure_for(error)])))
+
+
+def _build(found: type[Any], spec: FunctionSpec, file: str) -> Any:
+    """An instance of the user's class; a RewardError of its own passes as it is."""
+    _check_arguments(found, spec, (), "")
+    try:
+        return found(**spec.kwargs)
+    except RewardError:
+        raise
+    except BaseException as error:
+        raise _failed(f"building {spec.label} failed", error, file) from None
+
+
+def _method(instance: Any, spec: FunctionSpec) -> Callable[[Any], Any]:
+    """What to call on an instance of the user's class."""
+    function: Any = instance if callable(instance) else getattr(instance, "compute_score", None)
+    if not callable(function):
+        raise RewardError(f"{spec.label} is a class without __call__ and without compute_score; give it one of them")
+    return function
+
+
+def _check_arguments(found: Callable[..., Any], spec: FunctionSpec, positional: tuple[None, ...], also: str) -> None:
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # written in C, without a signature
+        return
+    try:
+        signature.bind(*positional, **spec.kwargs)
+    except TypeError as error:
+        raise RewardError(
+            f"{spec.label}{signature} does not take {also}the keyword arguments {spec.kwargs}: {error}. They are "
+            "worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions"
+        ) from None
+
+
+def _is_async(function: Callable[[Any], Any]) -> bool:
+    plain = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
+
+
+def _read_info(found: Any, module: ModuleType, label: str, is_async: bool) -> FunctionInfo:
+    """The declarations of a class itself, else those of its module."""
+
+    def declared(name: str) -> Any:
+        own = getattr(found, name, None) if inspect.isclass(found) else None
+        return own if own is not None else getattr(module, name, None)
+
+    kind = declared("REWARD_TYPE")
+    if kind not in (None, "batch", "sequential"):
+        raise RewardError(f'{label}: REWARD_TYPE is {kind!r}; allowed are "batch" and "sequential"')
+    split = declared("REWARD_SPLIT")
     if split not in (None, "group"):
-        raise RewardError(f'{path}: REWARD_SPLIT is {split!r}; the only value is "group"')
+        raise RewardError(f'{label}: REWARD_SPLIT is {split!r}; the only value is "group"')
     if split and kind == "sequential":
-        raise RewardError(f'{path}: REWARD_SPLIT = "group" is for REWARD_TYPE = "batch"; this one is sequential')
-    return FunctionInfo(kind, split == "group", hasattr(module, "REWARD_TYPE"))
+        raise RewardError(f'{label}: REWARD_SPLIT = "group" is for REWARD_TYPE = "batch"; this one is sequential')
+    return FunctionInfo(kind or "batch", split == "group", kind is not None, is_async)
 
 
 def _function_names(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or (inspect.isclass(value) and value.__module__ == module.__name__))
+    ]

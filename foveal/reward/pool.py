@@ -2,144 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
-from multiprocessing import Pipe
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from foveal.errors import RewardError
-from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome
-from foveal.track.console import note
+from foveal.reward.contract import Failure, FunctionSpec, Outcome
+from foveal.reward.process import Call, RewardProcess
 
-START_LIMIT = 600.0
-"""Seconds that importing the user's file may take (it may load a model)."""
-FIRST_NOTICE = 60.0
-"""Seconds after which a call that is still running says so; then at each doubling."""
-
-Inputs: TypeAlias = list[dict[str, Any]]
-_Call: TypeAlias = tuple[Inputs, float, "Future[list[Outcome]]"]
-
-
-class RewardProcess:
-    """One process that runs the user's function; `load` comes first, then any number of `call`.
-
-    It is started as a program, not forked and not by `multiprocessing`, which would import the run's `__main__` again.
-    It leads a process group of its own: Ctrl-C in the terminal doesn't reach it, and what it started ends with it.
-    One thread uses it; only `kill` may come from another.
-    """
-
-    def __init__(self, spec: FunctionSpec) -> None:
-        self.spec = spec
-        self._connection, theirs = Pipe()
-        their_life_line, self._life_line = os.pipe()
-        code = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from foveal.reward.worker import main; main()"
-        )
-        descriptors = (theirs.fileno(), their_life_line)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, descriptors), json.dumps([str(path) for path in sys.path])],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(their_life_line)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def load(self) -> FunctionInfo:
-        """Waits until the user's file is imported.
-
-        Raises:
-            RewardError: it can't be imported, or lacks the function.
-        """
-        reply = self._exchange(self.spec, START_LIMIT, "being imported")
-        if isinstance(reply, Failure):
-            raise RewardError(f"{self.spec.path}: the reward process {reply.text} while the file was imported")
-        if isinstance(reply, RewardError):
-            raise reply
-        return reply
-
-    def call(self, inputs: Inputs, limit: float) -> list[Outcome]:
-        """Scores `inputs` in at most `limit` seconds; after a timeout or a death the process is no longer `alive`."""
-        reply = self._exchange(inputs, limit, f"scoring {len(inputs)} answers")
-        if not isinstance(reply, Failure):
-            return reply
-        self.kill()
-        self._process.wait()
-        return [replace(reply, covers=len(inputs))] * len(inputs)
-
-    def kill(self) -> None:
-        """Ends the process and everything it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Ends the process and frees what it took."""
-        self.kill()
-        self._process.wait()
-        self._connection.close()
-        os.close(self._life_line)
-
-    def _exchange(self, message: Any, limit: float, doing: str) -> Any:
-        """Sends one message and returns the reply, or a Failure when the process is too slow or dies."""
-        begin = time.monotonic()
-        notice = FIRST_NOTICE
-        try:
-            self._connection.send(message)
-            while not self._connection.poll(min(0.5, max(0.0, begin + limit - time.monotonic()))):
-                waited = time.monotonic() - begin
-                if self._process.poll() is not None and not self._connection.poll(0):
-                    return self._death()
-                if waited >= limit:
-                    return Failure("timeout", f"ran longer than {limit:g} s")
-                if waited >= notice:
-                    note(f"{self.spec.label} is still {doing} after {waited:.0f} s (limit {limit:g} s)")
-                    notice *= 2
-            return self._connection.recv()
-        except (EOFError, OSError):
-            return self._death()
-
-    def _death(self) -> Failure:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return Failure("died", "closed its connection to the run")
-        if code >= 0:
-            return Failure("died", f"ended its process with exit code {code}")
-        hint = "; the system does that when memory runs out" if code == -signal.SIGKILL else ""
-        return Failure("died", f"ended its process by signal {-code} ({signal.strsignal(-code)}{hint})")
+_Queued: TypeAlias = tuple[Call, "Future[list[Outcome]]"]
 
 
 class RewardPool:
     """Up to `size` reward processes that take calls in the order of `submit`.
 
-    The first starts here, others when calls wait for them. A batch function has one, which keeps its state.
+    The first starts here, others when calls wait for them. A batch function has one, which keeps its state. A process
+    of an async function of one dict takes all calls that wait at once; when they end it, they are tried again by halves
+    until only those are lost that do.
+
+    Args:
+        memory_limit: bytes that each process may take, or None.
 
     Raises:
         RewardError: the function can't be loaded.
     """
 
-    def __init__(self, spec: FunctionSpec, size: int) -> None:
+    def __init__(self, spec: FunctionSpec, size: int, memory_limit: float | None = None) -> None:
         self.spec = spec
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.restarts = 0
+        self._memory_limit = memory_limit
+        self._calls: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._closed = False
-        first = RewardProcess(spec)
+        first = RewardProcess(spec, memory_limit)
         try:
             self.info = first.load()
         except BaseException:
@@ -148,7 +43,6 @@ class RewardPool:
         self._processes: list[RewardProcess | None] = [first]
         if self.info.kind == "sequential":
             self._processes += [None] * (size - 1)
-        # Daemons: a thread that waits for a stuck function must not keep a failing run from ending.
         self._threads = [
             threading.Thread(target=self._serve, args=(slot,), name=f"reward-{slot}", daemon=True)
             for slot in range(len(self._processes))
@@ -156,10 +50,10 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, inputs: Inputs, limit: float) -> Future[list[Outcome]]:
-        """Queues one call of at most `limit` seconds. Its result has one outcome for each input."""
+    def submit(self, call: Call) -> Future[list[Outcome]]:
+        """Queues one call. Its result has one outcome for each input."""
         future: Future[list[Outcome]] = Future()
-        self._calls.put((inputs, limit, future))
+        self._calls.put((call, future))
         return future
 
     def close(self) -> None:
@@ -174,29 +68,79 @@ class RewardPool:
             thread.join()
 
     def _serve(self, slot: int) -> None:
-        while (call := self._calls.get()) is not None:
-            inputs, limit, future = call
+        while (queued := self._calls.get()) is not None:
+            taken = [queued, *self._waiting()] if self._together else [queued]
             if self._closed:
-                future.cancel()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(self._living_process(slot).call(inputs, limit))
-            except BaseException as error:
-                future.set_exception(error)
+                for _, future in taken:
+                    future.cancel()
+            taken = [(call, future) for call, future in taken if future.set_running_or_notify_cancel()]
+            if taken:
+                self._run(slot, taken)
         process = self._processes[slot]
         if process is not None:
             self._processes[slot] = None
             process.close()
+
+    @property
+    def _together(self) -> bool:
+        return self.info.is_async and self.info.kind == "sequential"
+
+    def _waiting(self) -> list[_Queued]:
+        """The calls that nobody has taken yet, without waiting for any."""
+        waiting: list[_Queued] = []
+        while True:
+            try:
+                queued = self._calls.get_nowait()
+            except queue.Empty:
+                return waiting
+            if queued is None:  # the sign for a thread to end: hand it back
+                self._calls.put(None)
+                return waiting
+            waiting.append(queued)
+
+    def _run(self, slot: int, taken: list[_Queued]) -> None:
+        calls = [call for call, _ in taken]
+        call = calls[0] if len(calls) == 1 else self._merged(calls)
+        try:
+            process = self._living_process(slot)
+            outcomes = process.call(call)
+            if process.outgrown and isinstance(outcomes[0], Failure):  # earlier calls filled it, not this one
+                outcomes = self._living_process(slot).call(call)
+        except BaseException as error:
+            for _, future in taken:
+                future.set_exception(error)
+            return
+        if len(taken) > 1 and not self._closed and _is_fatal(outcomes[0]):
+            middle = len(taken) // 2
+            self._run(slot, taken[:middle])
+            self._run(slot, taken[middle:])
+            return
+        done = 0
+        for call, future in taken:
+            future.set_result(outcomes[done : done + len(call.inputs)])
+            done += len(call.inputs)
+
+    def _merged(self, calls: list[Call]) -> Call:
+        """One call for all. The event loop keeps each answer's limit; this one ends a loop that no longer turns."""
+        inputs = [one for call in calls for one in call.inputs]
+        pictures = [one for call in calls for one in call.pictures]
+        rounds = math.ceil(len(inputs) / self.spec.concurrency)
+        return Call(inputs, pictures, (rounds + 1) * calls[0].limit)
 
     def _living_process(self, slot: int) -> RewardProcess:
         process = self._processes[slot]
         if process is not None and process.alive:
             return process
         if process is not None:
+            self.restarts += 1
             process.close()
-        process = self._processes[slot] = RewardProcess(self.spec)
+        process = self._processes[slot] = RewardProcess(self.spec, self._memory_limit)
         if self._closed:  # `close` may have looked just before
             process.kill()
         process.load()
         return process
+
+
+def _is_fatal(outcome: Outcome) -> bool:
+    """Whether a call ended its process; a time-out is none, for each half would wait for the limit again."""
+    return isinstance(outcome, Failure) and outcome.kind in ("died", "memory")

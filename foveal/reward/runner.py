@@ -3,144 +3,124 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from foveal.config.schema_worker import RewardConfig
+from foveal.config.schema_reward import RewardConfig
 from foveal.errors import RewardError
-from foveal.reward.contract import Failure, FunctionInfo, Outcome
-from foveal.reward.loading import parse_spec
-from foveal.reward.pool import RewardPool
-from foveal.track.console import note
-from foveal.types import Group, Metrics, Response
-
-MIN_BATCH_LIMIT = 2.0
-"""Seconds that a call of a batch function has at least, however few its answers."""
+from foveal.reward.contract import Failure, Rewards
+from foveal.reward.failures import FailureLog
+from foveal.reward.part import RewardPart, make_parts, weighted
+from foveal.reward.sample import RewardSample, samples_of
+from foveal.types import Group, Metrics, Prompt
 
 
-@dataclass
-class _Sample:
-    """One answer to score, with its 0-based index in the round."""
+class PromptDecoder(Protocol):
+    """The part of a tokenizer that is needed here."""
 
-    index: int
-    response: Response
-    ground_truth: Any
-
-    @property
-    def input(self) -> dict[str, Any]:
-        """What the user's function gets for it."""
-        return {
-            "response": self.response.text,
-            "response_length": len(self.response.token_ids),
-            "ground_truth": self.ground_truth,
-        }
-
-    def describe(self) -> str:
-        return (
-            f"  sample {self.index} (counted from 0)\n"
-            f"  response: {_excerpt(self.response.text)}\n"
-            f"  ground truth: {_excerpt(self.ground_truth)}"
-        )
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 class RewardRunner:
-    """Scores groups with the user's function, in processes of their own; one runner each for training and validation.
+    """Scores groups with the user's functions, in processes of their own; one runner each for training and validation.
 
-    A batch function is called once in `finish` with all answers in the order of `submit`, or once for each group from
-    `submit` on where its module sets REWARD_SPLIT = "group". A sequential one is called for each answer from `submit`
-    on, so that scoring overlaps generation, in up to `worker.reward.num_cpus` processes.
+    A batch function is called once in `finish` with all answers, or once for each group from `submit` on where its
+    module sets REWARD_SPLIT = "group". A sequential one is called for each answer from `submit` on, so that scoring
+    overlaps generation, in up to `worker.reward.num_cpus` processes.
+
+    Args:
+        tokenizer: turns prompts into text for the functions; without one they get "".
+
+    Attributes:
+        step: of the trainer, told to the functions; whoever submits groups keeps it up to date.
     """
 
-    def __init__(self, config: RewardConfig, role: Literal["train", "val"]) -> None:
+    def __init__(
+        self, config: RewardConfig, role: Literal["train", "val"], tokenizer: PromptDecoder | None = None
+    ) -> None:
         self.config = config
-        self.role = role
-        self._pool: RewardPool | None = None
-        self._samples: list[_Sample] = []
-        self._calls: list[Future[list[Outcome]]] = []
-        self._told: set[str] = set()
+        self.step = 0
+        self._tokenizer = tokenizer
+        self._failures = FailureLog(config, role)
+        self._parts: list[RewardPart] = []
+        self._groups: list[tuple[Group, list[RewardSample]]] = []
+        self._restarts = 0
 
     def start(self) -> None:
-        """Loads the function in its first process.
+        """Loads each function in its first process.
 
         Raises:
-            RewardError: the file, the function, its arguments or its declarations are wrong.
+            RewardError: a file, a function, its arguments or its declarations are wrong.
         """
-        if self._pool is None:
-            spec = parse_spec(self.config.reward_function, self.config.reward_function_kwargs)
-            self._pool = RewardPool(spec, self.config.num_cpus)
-
-    @property
-    def streams(self) -> bool:
-        """Whether groups are scored as they are submitted, so that it pays to submit each as soon as it is generated.
-
-        A batch function gets all answers of a round at once instead, in the order of submission.
-        """
-        return self._started.info.kind == "sequential" or self._started.info.split_groups
+        if self._parts:
+            return
+        parts = make_parts(self.config)
+        try:
+            for part in parts:
+                part.start()
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        self._parts = parts
 
     def submit(self, group: Group) -> None:
-        """Adds the responses of `group` to the round; baseline ones are scored too."""
-        info = self._started.info
-        truth = plain(group.prompt.answer)
-        first = len(self._samples)
-        self._samples += [_Sample(first + i, response, truth) for i, response in enumerate(group.responses)]
-        added = self._samples[first:]
-        if info.kind == "sequential":
-            for sample in added:
-                self._calls.append(self._started.submit([sample.input], self.config.time_limit))
-        elif info.split_groups:
-            self._call_batch(added)
+        """Adds the responses of `group` to the round; baseline ones are scored too.
 
-    def finish(self) -> Metrics:
+        Raises:
+            RewardError: no function scores its row.
+        """
+        samples = samples_of(group, self._text(group.prompt), self.step)
+        parts = self._parts_for(group.prompt)
+        self._groups.append((group, samples))
+        for part in parts:
+            part.add(samples)
+
+    def finish(self, order: Sequence[Group] = ()) -> Metrics:
         """Waits for the round's scores and writes them into the responses' `rewards`.
 
         A response whose `overall` is NaN or infinite gets the role "left_out" and no `overall`.
 
+        Args:
+            order: the groups in the order in which batch functions get them; that of `submit` without it.
+
         Returns:
-            Counts of answers: `reward/left_out`, `reward/timeouts`, `reward/errors`; and `reward/left_out_parts`, the
-            numbers beside `overall` that were NaN or infinite.
+            Counts of answers: `reward/left_out`, `reward/timeouts`, `reward/errors`; `reward/left_out_parts`, the
+            numbers beside `overall` that were NaN or infinite; `reward/restarts`, the processes that were replaced.
 
         Raises:
-            RewardError: the function raised, broke its contract or lost its process and `on_error` is "raise", or a
-                batch function ran out of time and `on_error` is "raise".
+            RewardError: a function raised, broke its contract or lost its process and `on_error` is "raise"; a batch
+                function ran out of time and `on_error` is "raise"; or failures are beyond `max_error_rate`.
         """
-        samples, calls = self._samples, self._calls
-        if samples and not calls:
-            self._call_batch(samples)
-        outcomes: list[Outcome] = []
+        samples = self._numbered(order)
+        failures: list[Failure] = []
         try:
-            for call in calls:
-                for outcome in call.result():
-                    self._take(samples[len(outcomes)], outcome, len(samples))
-                    outcomes.append(outcome)
+            for part in self._parts:
+                part.call_rest()
+            for part in self._parts:
+                failures += self._take(part, len(samples))
         finally:
-            for call in calls:
-                call.cancel()
-            self._samples, self._calls = [], []
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        timeouts = [failure for failure in failures if failure.kind == "timeout"]
-        if timeouts:
-            self._tell(
-                f"{len(timeouts)} of {len(samples)} samples {timeouts[0].text} and were scored "
-                f"{self.config.timeout_score:g} (worker.reward.time_limit, worker.reward.timeout_score)"
-            )
-        parts = [
-            value for one in outcomes if not isinstance(one, Failure) for key, value in one.items() if key != "overall"
-        ]
+            for part in self._parts:
+                part.clear()
+            self._groups = []
+        bad_parts = sum(self._write(sample) for sample in samples)
+        self._failures.check_rate()
+        timeouts = sum(failure.kind == "timeout" for failure in failures)
+        restarts = sum(part.restarts for part in self._parts)
+        new_restarts, self._restarts = restarts - self._restarts, restarts
         return {
             "reward/left_out": float(sum("overall" not in sample.response.rewards for sample in samples)),
-            "reward/left_out_parts": float(sum(not math.isfinite(value) for value in parts)),
-            "reward/timeouts": float(len(timeouts)),
-            "reward/errors": float(len(failures) - len(timeouts)),
+            "reward/left_out_parts": float(bad_parts),
+            "reward/timeouts": float(timeouts),
+            "reward/errors": float(len(failures) - timeouts),
+            "reward/restarts": float(new_restarts),
         }
 
     def close(self) -> None:
         """Ends the reward processes, whatever they are doing. May be called again."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        for part in self._parts:
+            part.close()
+        self._parts = []
 
     def __enter__(self) -> RewardRunner:
         self.start()
@@ -149,85 +129,67 @@ class RewardRunner:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @property
-    def _started(self) -> RewardPool:
-        assert self._pool is not None, "call start() first"
-        return self._pool
+    def _text(self, prompt: Prompt) -> str:
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self.config.skip_special_tokens))
 
-    def _call_batch(self, samples: list[_Sample]) -> None:
-        limit = max(MIN_BATCH_LIMIT, self.config.time_limit * len(samples))
-        self._calls.append(self._started.submit([sample.input for sample in samples], limit))
-
-    def _take(self, sample: _Sample, outcome: Outcome, count: int) -> None:
-        """Writes one outcome into its response, or raises."""
-        if isinstance(outcome, Failure):
-            # A stuck answer of a sequential function has cost nothing else, so it never stops the run.
-            if outcome.kind != "timeout" or self._started.info.kind == "batch":
-                self._take_failure(sample, outcome, count)
-            sample.response.rewards = {"overall": self.config.timeout_score}
-            return
-        sample.response.rewards = {key: value for key, value in outcome.items() if math.isfinite(value)}
-        if "overall" not in sample.response.rewards:
-            sample.response.role = "left_out"
-            self._tell_once(
-                "left out",
-                f"returned the overall score {outcome['overall']} for this answer; it is left out, like all that "
-                f"follow (metric reward/left_out)\n{sample.describe()}",
+    def _parts_for(self, prompt: Prompt) -> list[RewardPart]:
+        assert self._parts, "call start() first"
+        column = self.config.route_by
+        if column is None:
+            return self._parts
+        if column not in prompt.row:
+            raise RewardError(
+                f"worker.reward.route_by: row {prompt.row_index} has no column {column!r}; it has "
+                f"{', '.join(prompt.row) or 'none'}"
             )
+        value = str(prompt.row[column])
+        parts = [part for part in self._parts if not part.only_for or value in part.only_for]
+        if not parts:
+            known = sorted({value for part in self._parts for value in part.only_for})
+            raise RewardError(
+                f"worker.reward.functions: none scores row {prompt.row_index}, whose {column!r} is {value!r}; their "
+                f"only_for hold {', '.join(known)}. Add {value!r} to one of them, or a function without only_for"
+            )
+        return parts
 
-    def _take_failure(self, sample: _Sample, failure: Failure, count: int) -> None:
-        message = f"{failure.text}, "
-        if failure.covers > 1:
-            message += f"in a batch of {failure.covers} answers, the first being\n{sample.describe()}"
-        else:
-            message += f"on this answer of {count}:\n{sample.describe()}"
-        if failure.traceback:
-            message += f"\n{failure.traceback}"
-        if self.config.on_error == "raise":
-            raise RewardError(f"{self._started.spec.label} {message}\n{_cure(failure, self._started.info)}")
-        self._tell_once(
-            "failure",
-            f"{message}\n  scored {self.config.timeout_score:g}, like all that follow "
-            "(metrics reward/errors, reward/timeouts)",
-        )
+    def _numbered(self, order: Sequence[Group]) -> list[RewardSample]:
+        """All samples of the round, numbered in the order of the groups in `order`."""
+        places = {id(group): place for place, group in enumerate(order)}
+        groups = sorted(self._groups, key=lambda pair: places.get(id(pair[0]), len(places)))
+        samples = [sample for _, samples in groups for sample in samples]
+        for index, sample in enumerate(samples):
+            sample.index = index
+        return samples
 
-    def _tell_once(self, topic: str, message: str) -> None:
-        if topic not in self._told:
-            self._told.add(topic)
-            self._tell(message)
+    def _take(self, part: RewardPart, count: int) -> list[Failure]:
+        """Takes the results of `part` into the samples, of which there are `count`; returns those that are failures."""
+        failures: list[Failure] = []
+        for sample, outcome in part.results():
+            sample.results[part.name] = outcome
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                self._failures.failed(part, sample, outcome, count)
+            else:
+                self._failures.scored()
+        self._failures.tell_timeouts(part, [one for one in failures if one.kind == "timeout"], count)
+        return failures
 
-    def _tell(self, message: str) -> None:
-        note(f"reward ({self.role}): {self._started.spec.label} {message}")
-
-
-def _cure(failure: Failure, info: FunctionInfo) -> str:
-    go_on = "worker.reward.on_error=score would score such answers worker.reward.timeout_score and go on."
-    if failure.kind == "timeout":
-        return (
-            'The limit is worker.reward.time_limit for each answer of the call. With REWARD_TYPE = "sequential" only '
-            f"the answer that is stuck would be lost. {go_on}"
-        )
-    if not info.declares_kind and (failure.kind == "broken" or "TypeError" in failure.text):
-        return (
-            "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict "
-            f'needs REWARD_TYPE = "sequential". {go_on}'
-        )
-    return go_on
-
-
-def plain(value: Any) -> Any:
-    """`value` with numpy scalars as numbers, and arrays and tuples as lists: what a row read from JSON would hold."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
+    def _write(self, sample: RewardSample) -> int:
+        """Writes the numbers of `sample` into its response; returns how many beside `overall` are not finite."""
+        failed: Rewards = {"overall": self.config.timeout_score}
+        results = {name: failed if isinstance(one, Failure) else one for name, one in sample.results.items()}
+        rewards = weighted(results, {part.name: part.weight for part in self._parts})
+        finite = {key: value for key, value in rewards.items() if math.isfinite(value)}
+        sample.response.rewards = finite
+        if "overall" not in finite:
+            sample.response.role = "left_out"
+            odd = [name for name, one in results.items() if not math.isfinite(one["overall"])] or list(results)
+            self._failures.tell_once(
+                next(part for part in self._parts if part.name == odd[0]),
+                "left out",
+                f"returned the overall score {results[odd[0]]['overall']} for this answer; it is left out, like all "
+                f"that follow (metric reward/left_out)\n{sample.describe()}",
+            )
+        return len(rewards) - len(finite) - ("overall" not in finite)

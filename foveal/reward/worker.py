@@ -7,14 +7,14 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 from foveal.errors import RewardError
-from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome, to_outcome, to_outcomes
-from foveal.reward.loading import load_function, short_text, user_traceback
+from foveal.reward.calling import Caller
+from foveal.reward.contract import FunctionSpec
+from foveal.reward.loading import load
+from foveal.reward.pictures import PictureLink
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     spec: FunctionSpec = connection.recv()
     own_pid = os.getpid()
     try:
-        function, info = load_function(spec)
+        loaded = load(spec)
     except RewardError as error:
         _flush()
         _end_if_forked(own_pid)
@@ -35,28 +35,18 @@ def main() -> None:
         return
     _flush()
     _end_if_forked(own_pid)
-    connection.send(info)
+    connection.send(loaded.info)
+    caller, link = Caller(loaded, spec), PictureLink(connection)
     while True:
         try:
             inputs = connection.recv()
         except EOFError:
             return
-        outcomes = _score(function, info, spec.path, inputs)
+        link.attach(inputs)
+        outcomes = caller.score(inputs)
         _flush()
         _end_if_forked(own_pid)
-        connection.send(outcomes)
-
-
-def _score(
-    function: Callable[[Any], Any], info: FunctionInfo, path: str, inputs: list[dict[str, Any]]
-) -> list[Outcome]:
-    try:
-        if info.kind == "sequential":
-            return [to_outcome(function(one)) for one in inputs]
-        return to_outcomes(function(inputs), len(inputs))
-    except BaseException as error:  # a sys.exit() in a reward must not end the process without a word
-        text = f"raised {short_text(error)}"
-        return [Failure("raised", text, user_traceback(error, path), covers=len(inputs))] * len(inputs)
+        link.answer(outcomes)
 
 
 def _end_if_forked(own_pid: int) -> None:

@@ -73,15 +73,11 @@ def generate_and_score(
             if group.prompt.uid in baselines:
                 group.responses.append(baselines[group.prompt.uid])
             groups.append(group)
-            if rewards.streams:
-                rewards.submit(group)
+            rewards.submit(group)
             advance(1)
     groups.sort(key=lambda group: order[group.prompt.uid])
     with timer(timings, "reward"):
-        if not rewards.streams:
-            for group in groups:
-                rewards.submit(group)
-        metrics = rewards.finish()
+        metrics = rewards.finish(groups)
     return groups, metrics
 
 
@@ -141,6 +137,7 @@ class Collector:
         """
         config = self.config
         wanted = config.data.rollout_batch_size
+        self.rewards.step = step
         sampling = training_sampling(config)
         sampling = sampling.with_seed(sampling.seed * 1_000_003 + step)
         groups, self.surplus = self.surplus, []

@@ -29,6 +29,7 @@ from foveal.rollout.vllm_lora import (
     put_in,
     say_merged,
 )
+from foveal.rollout.vllm_positions import take_over_positions
 from foveal.rollout.vllm_processes import process_count, set_ranks, shut_down
 from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
 from foveal.rollout.vllm_scheduler import with_bursts
@@ -107,7 +108,7 @@ class VllmEngine(RolloutEngine):
                 arguments = engine_arguments(config, processing, model_path, device.type, images, processes, adapter)
                 if adapter:
                     complete_packing()
-                vllm_config, self.core = _start(arguments)
+                vllm_config, self.core = _start(arguments, config.data.max_prompt_length)
         except ConfigError:
             raise
         except Exception as error:  # vLLM raises what it comes across
@@ -123,6 +124,8 @@ class VllmEngine(RolloutEngine):
             self.takes_adapters = not lacking
             if lacking:
                 say_merged(f"vLLM {vllm_version()} has none for {lacking[0]}")
+        if "video" in processing.placeholders:
+            self.core.collective_rpc(take_over_positions)
         # The newer runner draws from each answer's seed in its kernel. The older one would keep a generator for each
         # and draw from one after the other; there a seed for each submission must do.
         self.seeded = bool(getattr(vllm_config, "use_v2_model_runner", False))
@@ -131,7 +134,7 @@ class VllmEngine(RolloutEngine):
             vllm_config,
             self.core.request_block_hasher,
             processing.features,
-            image_token_id=processing.image_token_id,
+            placeholders=processing.placeholders,
             forbidden_ids=processing.forbidden_ids,
             eos_ids=processing.eos_ids,
             seeded=self.seeded,
@@ -393,12 +396,12 @@ class VllmEngine(RolloutEngine):
             raise EngineError("the engine has no adapter yet: it takes one after every update of its weights")
 
 
-def _start(arguments: Any) -> tuple[Any, Any]:
+def _start(arguments: Any, longest_prompt: int) -> tuple[Any, Any]:
     """The configuration and the core of an engine."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    config = create_config(arguments)
+    config = create_config(arguments, longest_prompt)
     config.scheduler_config.scheduler_cls = with_bursts(config.scheduler_config.get_scheduler_cls())
     return config, EngineCore(config, Executor.get_class(config), log_stats=False)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from foveal.errors import ConfigError
@@ -30,7 +31,7 @@ class RequestBuilder:
         vllm_config: of the engine.
         block_hasher: hashes the blocks of a request, by which prompts that begin alike share their keys and values.
         features: gives what the processor made of a prompt's media (`Processing.features`).
-        image_token_id: the placeholder of a picture; None for a text model.
+        placeholders: the ids that stand for a picture and a video, by kind; none for a text model.
         forbidden_ids: ids that are never sampled.
         eos_ids: ids that end an answer.
         seeded: whether each answer gets a seed of its own.
@@ -43,7 +44,7 @@ class RequestBuilder:
         block_hasher: Callable[[Any], list[Any]] | None,
         features: Callable[[Prompt], dict[str, torch.Tensor]],
         *,
-        image_token_id: int | None,
+        placeholders: Mapping[str, int],
         forbidden_ids: list[int],
         eos_ids: list[int],
         seeded: bool,
@@ -51,7 +52,7 @@ class RequestBuilder:
     ) -> None:
         self.block_hasher = block_hasher
         self.features = features
-        self.image_token_id = image_token_id
+        self.placeholders = placeholders
         self.forbidden_ids = forbidden_ids
         self.eos_ids = eos_ids
         self.seeded = seeded
@@ -136,23 +137,39 @@ class RequestBuilder:
         from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems, PlaceholderRange
 
         features = BatchFeature(dict(self.features(prompt)))
-        fields = self.processor._get_mm_fields_config(features, {})
-        items = MultiModalKwargsItems.from_hf_inputs(features, fields)["image"]
+        items = MultiModalKwargsItems.from_hf_inputs(features, self.processor._get_mm_fields_config(features, {}))
+        queues = {
+            kind: zip(items[kind], self._tokens(features[f"{kind}_grid_thw"]), strict=True)
+            for kind in self.placeholders
+            if f"{kind}_grid_thw" in features
+        }
+        ids = np.asarray(prompt.expanded_ids)
+        visual = np.flatnonzero(np.isin(ids, list(self.placeholders.values())))
         specs = []
-        offset = 0
-        for medium, item, length in zip(prompt.media, items, self._lengths(features), strict=True):
-            assert self.image_token_id is not None
-            offset = prompt.expanded_ids.index(self.image_token_id, offset)
-            content = hashlib.blake2b(medium.data, digest_size=16).hexdigest()
-            position = PlaceholderRange(offset=offset, length=length)
-            specs.append(MultiModalFeatureSpec(item, "image", content, position, content))
-            offset += length
+        place = 0
+        for medium in prompt.media:
+            item, tokens = next(queues[medium.kind])
+            own = visual[place : place + tokens]
+            place += tokens
+            # An animation may stand in one row as a picture and in another as a video.
+            content = hashlib.blake2b(medium.data, digest_size=16, person=medium.kind.encode()).hexdigest()
+            specs.append(MultiModalFeatureSpec(item, medium.kind, content, _range(PlaceholderRange, own), content))
         return specs
 
-    def _lengths(self, features: Any) -> list[int]:
-        """Visual tokens of each picture."""
+    def _tokens(self, grids: torch.Tensor) -> list[int]:
+        """Visual tokens of each medium."""
         merge = self.processor.info.get_hf_config().vision_config.spatial_merge_size
-        return [visual_tokens((t, h, w), merge) for t, h, w in features["image_grid_thw"].tolist()]
+        return [visual_tokens((t, h, w), merge) for t, h, w in grids.tolist()]
+
+
+def _range(kind: Any, places: np.ndarray) -> Any:
+    """vLLM's PlaceholderRange of these places; where text stands between them, it says which ones they are."""
+    first, length = int(places[0]), int(places[-1] - places[0]) + 1
+    if length == len(places):
+        return kind(offset=first, length=length)
+    is_embed = torch.zeros(length, dtype=torch.bool)
+    is_embed[torch.from_numpy(places - first)] = True
+    return kind(offset=first, length=length, is_embed=is_embed)
 
 
 def _known_hashes(hashes: list[Any], request: Any) -> list[Any]:

@@ -157,13 +157,19 @@ def wanted_arguments(
     return arguments | _media_arguments(config, processing.processor, model_path, images)
 
 
-def create_config(arguments: Any) -> Any:
-    """vLLM's `VllmConfig`, with room for the pictures of several steps.
+def create_config(arguments: Any, longest_prompt: int) -> Any:
+    """vLLM's `VllmConfig`, with room for the pictures of several steps, and for a video that fills a prompt.
 
-    Its own size, the tokens of one step, is taken up by pictures whose step is still under way, and admission stalls.
+    Its own size, the tokens of one step, is taken up by pictures whose step is still under way, and admission stalls. A
+    video is computed in one step; one that is larger than its bound would wait forever.
+
+    Args:
+        longest_prompt: tokens that one may have, `data.max_prompt_length`.
     """
     config = arguments.create_engine_config()
-    config.scheduler_config.encoder_cache_size = STEPS_OF_PICTURES * config.scheduler_config.max_num_batched_tokens
+    scheduler = config.scheduler_config
+    scheduler.max_num_encoder_input_tokens = max(scheduler.max_num_encoder_input_tokens, longest_prompt)
+    scheduler.encoder_cache_size = max(STEPS_OF_PICTURES * scheduler.max_num_batched_tokens, longest_prompt)
     return config
 
 
@@ -233,6 +239,8 @@ def _media_arguments(config: Config, processor: Any, model_path: str, images: in
         # vLLM builds the model's processor at the start, which needs one.
         "tokenizer": config.worker.actor.model.tokenizer_path or model_path,
         "mm_processor_cache_gb": 0,
+        # How many come is not checked, since they come processed. A video's memory is that of pictures of as many
+        # tokens, and its room is made in `create_config`; measuring with videos as well would only take time.
         "limit_mm_per_prompt": {"image": config.worker.rollout.limit_images or max(images, 1), "video": 0},
     }
     image_processor = processor.image_processor

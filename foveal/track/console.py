@@ -1,24 +1,28 @@
 """The terminal: notes, warnings, errors, one line a step, and a bar for long phases.
 
-Everything here is a plain line, so that it reads the same in a terminal, in a pipe and in a log file; only the bar of a
-phase needs a terminal, and leaves nothing behind.
+Everything here is a plain line, so that it reads the same in a terminal, in a pipe and in a log file. Only a phase has
+a bar in a terminal, which leaves nothing behind; elsewhere it says now and then how far it is.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from foveal.track.lines import StepLines
+from foveal.track.lines import StepLines, duration
 
 if TYPE_CHECKING:
     from foveal.types import Metrics
 
 Take = Callable[[str, str], None]
 """Gets the kind of a line ("note", "warning" or "error") and its text."""
+
+PLAIN_SECONDS = 20.0
+"""Between two lines of a phase where there is no terminal."""
 
 _lines = StepLines()
 _take: Take | None = None
@@ -64,7 +68,9 @@ def validation_line(step: int, metrics: Metrics) -> None:
 
 @contextmanager
 def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows a bar while a long phase runs, if standard output is a terminal; it is gone afterwards.
+    """Shows a bar while a long phase runs, with the time left; it is gone afterwards.
+
+    Where standard output is no terminal, a line is printed every twenty seconds instead, if `total` is known.
 
     Args:
         name: what is going on, as "validation".
@@ -75,7 +81,7 @@ def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]
     """
     global _bar_is_open
     if _bar_is_open or not sys.stdout.isatty():
-        yield lambda n: None
+        yield _plain(name, total) if total and not _bar_is_open else lambda n: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -95,6 +101,21 @@ def phase(name: str, total: int | None = None) -> Iterator[Callable[[int], None]
             yield lambda n: progress.advance(task, n)
         finally:
             _bar_is_open = False
+
+
+def _plain(name: str, total: int) -> Callable[[int], None]:
+    begin = shown = time.monotonic()
+    done = 0
+
+    def advance(n: int) -> None:
+        nonlocal done, shown
+        done += n
+        now = time.monotonic()
+        if now - shown >= PLAIN_SECONDS and 0 < done < total:
+            shown = now
+            note(f"{name}: {done:,} of {total:,}, left {duration((now - begin) / done * (total - done))}")
+
+    return advance
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class Background:
@@ -44,3 +44,15 @@ class Background:
         """Raises what the work raised if it has ended; doesn't wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
+
+
+def wait_for_all(works: Iterable[Background]) -> None:
+    """Waits until all work has ended, also where some failed; then raises what the first of these raised."""
+    failures = []
+    for work in works:
+        try:
+            work.wait()
+        except Exception as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]

@@ -195,6 +195,12 @@ def _check_adapters(folder: Path, saved: dict[str, Any] | None, model: nn.Module
                 f"{folder}: the checkpoint was trained with lora.{what}={theirs}, this run has {now}; set "
                 f"worker.actor.model.lora.{what}={theirs}, or start from the merged checkpoint (`foveal merge`)."
             )
+    if saved and ours and saved["target_modules"] != ours["target_modules"]:
+        raise CheckpointError(
+            f"{folder}: the checkpoint has adapters on {', '.join(saved['target_modules'])}, this run on "
+            f"{', '.join(ours['target_modules'])}; set lora.target_modules, lora.exclude_modules and what is frozen as "
+            "they were, or start from the merged checkpoint (`foveal merge`)."
+        )
 
 
 def actor_folder(folder: Path) -> Path:

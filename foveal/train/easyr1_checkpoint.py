@@ -20,6 +20,7 @@ import torch
 
 from foveal.errors import CheckpointError
 from foveal.models.adapter_files import CONFIG, PREFIX, peft_config, read_info
+from foveal.models.disk_names import names_in_module
 from foveal.models.loading import empty_model
 from foveal.models.lora import Factors, merged
 from foveal.models.lora_targets import short_names
@@ -210,19 +211,14 @@ def _placed(model: Any, names: Iterable[str], transformers_major: int) -> tuple[
         Name in the module → weight, where both have the same layout. And weight → name in the module, where the weight
         lies as in the Hub's files, from which loading makes another layout (experts).
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     if transformers_major >= 5:
         return {name: name for name in names}, {}
     # until transformers 5, modules held their weights in the layouts of the files
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    find = names_in_module(model)
     in_module: dict[str, str] = {}
     as_on_disk: dict[str, str] = {}
     for name in names:
-        renamed, pattern = rename_source_key(name, renamings, converters)
+        renamed, pattern = find(name)
         if pattern is None:
             in_module[renamed] = name
         else:

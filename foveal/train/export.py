@@ -54,7 +54,7 @@ def export(
 
     Raises:
         CheckpointError: a damaged or incomplete checkpoint, weights that are not finite, or a full disk.
-        ConfigError: unknown `dtype`.
+        ConfigError: unknown `dtype`, or `target` is the folder of the model that training started from.
     """
     actor, info = _open(local_dir, dtype)
     if dtype is None and info.source_dtype not in DTYPES:
@@ -75,8 +75,11 @@ def export(
         base = BaseWeights(info.source, model)
         numbers = base.numbers
         tensors = base.merged(lambda layer: _factors(reader, layer), info.lora["lora_alpha"] / info.lora["r"], to)
+    target = target or actor / HUGGINGFACE
+    if Path(info.source).is_dir() and target.resolve() == Path(info.source).resolve():
+        raise ConfigError(f"--target {target}: the model that training started from lies there. Give another folder.")
     return write_hf(
-        target or actor / HUGGINGFACE,
+        target,
         ([tensor] for tensor in tensors),
         expected=numbers,
         configuration=actor / HUGGINGFACE,

@@ -56,7 +56,7 @@ def write_hf(
         CheckpointError: weights that are not finite, too few or too many of them, a missing or damaged config.json, or
             a full or read-only disk.
     """
-    with whole_folder(target) as partial:
+    with whole_folder(target, replaces=WEIGHTS) as partial:
         tensors = (pair for bucket in buckets for pair in finite(target, bucket))
         files = write_safetensors(partial, tensors, shard_bytes=shard_bytes)
         _check_count(target, files, expected)
@@ -83,19 +83,23 @@ def write_adapter(target: Path, tensors: dict[str, torch.Tensor], config: dict[s
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, *, replaces: Iterable[str] = ()) -> Iterator[Path]:
     """Gives a folder to fill, beside `target`; its files go into `target` at the end, unless something was raised.
+
+    Args:
+        replaces: patterns of files in `target` that go when the new ones come. Files of the same names always do.
 
     Raises:
         CheckpointError: the disk refuses, or what was written cannot be read back.
     """
+    target = target.absolute()  # "." has no name
     partial = target.with_name(f"{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         fsync_tree(partial)
-        _put_in_place(partial, target)
+        _put_in_place(partial, target, replaces)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target}: cannot write the model: {error} ({free_space(target)}).") from error
     finally:
@@ -150,10 +154,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _put_in_place(partial: Path, target: Path) -> None:
+def _put_in_place(partial: Path, target: Path, replaces: Iterable[str]) -> None:
     """Moves the files of `partial` into `target`: old weights go first, new ones come last."""
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in WEIGHTS:
+    for pattern in replaces:
         for old in target.glob(pattern):
             old.unlink()
     files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]

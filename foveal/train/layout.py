@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from foveal.data.contract import PIXELS, check_layout
 from foveal.models.grids import visual_tokens
 from foveal.models.positions import backbone, prompt_positions
 from foveal.models.vision import Picture
 from foveal.types import IntArray, Prompt
 
 Features = Callable[[Prompt], Mapping[str, torch.Tensor]]
-_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,18 @@ class PromptLayouts:
 
     def __init__(self, model: nn.Module, features: Features) -> None:
         self._model = model
+        self._config = backbone(model).config
         self._features = features
         self._known: dict[int, tuple[Prompt, PromptLayout]] = {}
 
     def __call__(self, prompt: Prompt) -> PromptLayout:
         if id(prompt) not in self._known:
             features = self._features(prompt)
-            pictures, visual = (
-                _pictures(prompt, self._features, backbone(self._model).config) if features else ([], _NONE)
-            )
+            pictures, visual = _pictures(prompt, self._features, self._config) if features else ([], _NONE)
             layout = PromptLayout(prompt_positions(self._model, prompt.expanded_ids, features), pictures, visual)
+            merge = self._config.vision_config.spatial_merge_size if pictures else 1
+            count = sum(visual_tokens(picture.grid, merge) for picture in pictures)
+            check_layout(prompt, layout.positions, visual, count)
             self._known[id(prompt)] = prompt, layout  # the prompt too, or another could come to have its id
         return self._known[id(prompt)][1]
 
@@ -69,7 +71,7 @@ _NONE: IntArray = np.zeros(0, np.int64)
 
 def _pictures(prompt: Prompt, features: Features, config: Any) -> tuple[list[Picture], IntArray]:
     merge = config.vision_config.spatial_merge_size
-    queues = {kind: iter(_of_kind(prompt, features, kind)) for kind in _PIXELS}
+    queues = {kind: iter(_of_kind(prompt, features, kind)) for kind in PIXELS}
     kinds = {config.image_token_id: "image", config.video_token_id: "video"}
     ids = np.asarray(prompt.expanded_ids, dtype=np.int64)
     visual = np.flatnonzero(np.isin(ids, list(kinds)))
@@ -93,7 +95,7 @@ def _of_kind(prompt: Prompt, features: Features, kind: str) -> list[Picture]:
     return [
         Picture(
             grid=grid,
-            pixels=partial(_rows, features, prompt, _PIXELS[kind], start, start + grid[0] * grid[1] * grid[2]),
+            pixels=partial(_rows, features, prompt, PIXELS[kind], start, start + grid[0] * grid[1] * grid[2]),
             key=key,
         )
         for grid, start, key in zip(sizes, starts, keys or [None] * len(sizes), strict=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from foveal.errors import CheckpointError, ModelError
+from foveal.models.disk_names import names_in_module
 from foveal.models.filling import weight_files
 from foveal.models.lora import Factors, lora_layers, merged
 
@@ -76,23 +76,13 @@ def _shapes(path: str) -> dict[str, torch.Size]:
         return {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def _module_names(model: Any, on_disk: Iterable[str]) -> dict[str, str]:
+def _module_names(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
     """Name on disk → name in the module, as transformers loads it. What the module lacks keeps its name; other names of
     tied weights are left out."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, WeightConverter)]
+    in_module = names_in_module(model)
     state = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
-    named = {}
-    for name in on_disk:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        found = name if renamed not in state and name in state else renamed
-        if found not in state or first[id(state[found])] == found:
-            named[name] = found
-    return named
+    found = {name: in_module(name)[0] for name in on_disk}
+    return {name: weight for name, weight in found.items() if weight not in state or first[id(state[weight])] == weight}

@@ -117,7 +117,8 @@ class Checkpoints:
         started = time.perf_counter()
 
         def begin() -> None:
-            self._clean_up()
+            self.restore()
+            self._remove_partial()
             partial_folder.mkdir(parents=True)
 
         def commit() -> None:
@@ -148,13 +149,21 @@ class Checkpoints:
             except OSError as error:
                 console.warn(f"cannot remove an old checkpoint: {error}. Remove it by hand.")
 
+    def restore(self) -> None:
+        """Brings back what a crash took the name of. Only for the run that holds the folder: another may be saving."""
+        for path in self.root.glob("global_step_*.replaced"):
+            folder = path.with_suffix("")
+            if folder.exists():
+                _remove(path)
+            else:
+                os.replace(path, folder)
+
     def latest(self, *, contents: bool = False) -> Path | None:
         """The newest whole checkpoint of the run, or None. A damaged one is passed over, and named.
 
         Args:
             contents: compares checksums too, which reads all of it.
         """
-        self._restore_replaced()
         last = self._tracked("last_global_step")
         # steps after the tracked one belong to an earlier run in this folder, unless nothing else is left
         steps = sorted(self._steps(), key=lambda step: (last is None or step <= last, step), reverse=True)
@@ -168,7 +177,6 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint of the run with the best score, or None where none was judged or it is gone."""
-        self._restore_replaced()
         step = self._tracked("best_global_step")
         if step is None and (latest := self.latest()) is not None:
             step = read_state(latest)["best_global_step"]
@@ -194,7 +202,7 @@ class Checkpoints:
             return path
         found = Checkpoints(path, -1).latest(contents=contents) if path.is_dir() else None
         if found is None:
-            fault = "holds no whole checkpoint" if path.is_dir() else "does not exist"
+            fault = "holds no whole checkpoint" if path.is_dir() else "is no folder"
             raise CheckpointError(
                 f"{path} {fault}. Give …/global_step_N, its actor folder, or the folder of a run that has some."
             )
@@ -297,20 +305,10 @@ class Checkpoints:
             return None
         return step if isinstance(step, int) and self.folder(step).is_dir() else None
 
-    def _clean_up(self) -> None:
-        """Puts aside what a crash during an earlier save left behind."""
-        self._restore_replaced()
+    def _remove_partial(self) -> None:
         for path in self.root.glob("global_step_*.partial"):
             console.note(f"removing {path}: the rest of a save that was cut short")
             shutil.rmtree(path)
-
-    def _restore_replaced(self) -> None:
-        for path in self.root.glob("global_step_*.replaced"):
-            folder = path.with_suffix("")
-            if folder.exists():
-                _remove(path)
-            else:
-                os.replace(path, folder)
 
 
 def _remove(folder: Path) -> None:

@@ -103,9 +103,10 @@ def read_manifest(folder: Path, kind: type[AnyManifest], *, what: str, cure: str
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         manifest = kind(**{entry.name: content[entry.name] for entry in fields(kind) if not _may_lack(entry, content)})
-        if not isinstance(manifest.files, dict):
-            raise TypeError(f"files is a {type(manifest.files).__name__}")
-    except (ValueError, KeyError, TypeError) as error:
+        numbers = [manifest.format, *manifest.files.values(), *manifest.crc32.values()]
+        if not all(isinstance(number, int) for number in numbers):
+            raise TypeError("format, sizes and checksums are whole numbers")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if manifest.format > FORMAT:
         raise CheckpointError(

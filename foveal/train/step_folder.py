@@ -31,7 +31,10 @@ def check_checkpoint(folder: Path, *, contents: bool = False) -> None:
             f"worker.actor.model.model_path={folder / 'actor' / HUGGINGFACE}."
         )
     state = read_state(folder)
-    files = {name: FileSum(**entry) for name, entry in state.get("files", {}).items()}
+    try:
+        files = {name: FileSum(**entry) for name, entry in state.get("files", {}).items()}
+    except (TypeError, AttributeError) as error:
+        raise _damaged(folder / STATE, error) from error
     check_sizes(folder, {name: entry.size for name, entry in files.items()})
     manifests: dict[Path, Manifest] = {folder / "actor": check_actor(folder / "actor")}
     if (folder / "critic").is_dir():
@@ -55,7 +58,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; {folder} is not a whole checkpoint.") from error
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Use another checkpoint of the run.") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({error}). Use another checkpoint of the run.")
 
 
 def size_of(folder: Path) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from foveal.errors import CheckpointError
+from foveal.train.background import Background, wait_for_all
 from foveal.train.processes import from_all, several_processes
 
 THREADS = min(8, os.cpu_count() or 1)
@@ -87,10 +88,18 @@ class Writer(dcp.FileSystemWriter):
         ]
         plans[0] = replace(plans[0], storage_data=prefix)
         write = super().write_data
-        with ThreadPoolExecutor(len(plans)) as pool:
-            written = list(pool.map(lambda part: write(part, planner).wait(), plans))
+        written: list[WriteResult] = []
+
+        def write_part(part: SavePlan) -> None:
+            written.extend(write(part, planner).wait())
+
+        # not a pool's threads: Python waits for those at its end, even where a second Ctrl-C asked to stop at once
+        threads = [Background() for _ in plans]
+        for thread, part in zip(threads, plans, strict=True):
+            thread.start(partial(write_part, part), "writing a shard")
+        wait_for_all(threads)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for results in written for result in results])
+        done.set_result(written)
         return done
 
 

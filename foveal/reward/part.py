@@ -1,0 +1,133 @@
+"""One reward function with its processes and its calls of a round; and the sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from foveal.config.schema_reward import RewardConfig
+from foveal.reward.contract import FunctionInfo, FunctionSpec, Outcome, Rewards
+from foveal.reward.loading import parse_spec
+from foveal.reward.pool import RewardPool
+from foveal.reward.process import GB, Call
+from foveal.reward.sample import RewardSample
+
+MIN_BATCH_LIMIT = 2.0
+"""Seconds that a call of a batch function has at least, however few its answers."""
+
+
+@dataclass
+class RewardPart:
+    """A function, which rows it scores, and the calls of the round that is under way.
+
+    Attributes:
+        name: "" for the only one, `worker.reward.reward_function`.
+        only_for: values of the column `worker.reward.route_by` that it scores; empty: all.
+    """
+
+    config: RewardConfig
+    spec: FunctionSpec
+    name: str = ""
+    weight: float = 1.0
+    only_for: tuple[str, ...] = ()
+    _pool: RewardPool | None = None
+    _waiting: list[RewardSample] = field(default_factory=list)
+    _calls: list[tuple[list[RewardSample], Future[list[Outcome]]]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Loads the function in its first process; RewardError if that fails."""
+        if self._pool is None:
+            limit = self.config.memory_limit_gb
+            self._pool = RewardPool(self.spec, self.config.num_cpus, limit and limit * GB)
+
+    def close(self) -> None:
+        """Ends its processes, whatever they are doing. May be called again."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    @property
+    def info(self) -> FunctionInfo:
+        return self._started.info
+
+    @property
+    def restarts(self) -> int:
+        """How often a process was replaced since the start."""
+        return self._started.restarts
+
+    def add(self, samples: list[RewardSample]) -> None:
+        """Takes the answers of one group: calls the function, or keeps them for the one call of a batch function."""
+        if self.info.kind == "sequential":
+            for sample in samples:
+                self._call([sample], self.config.time_limit)
+        elif self.info.split_groups:
+            self._call_batch(samples)
+        else:
+            self._waiting += samples
+
+    def call_rest(self) -> None:
+        """Calls a batch function with all answers that wait, in the order of their `index`."""
+        if self._waiting:
+            self._call_batch(sorted(self._waiting, key=lambda sample: sample.index))
+            self._waiting = []
+
+    def results(self) -> Iterator[tuple[RewardSample, Outcome]]:
+        """Waits for the round's calls, in the order they were made."""
+        for samples, future in self._calls:
+            yield from zip(samples, future.result(), strict=True)
+
+    def clear(self) -> None:
+        """Forgets the round; calls that have not begun are not made."""
+        for _, future in self._calls:
+            future.cancel()
+        self._calls, self._waiting = [], []
+
+    @property
+    def _started(self) -> RewardPool:
+        assert self._pool is not None, "call start() first"
+        return self._pool
+
+    def _call_batch(self, samples: list[RewardSample]) -> None:
+        limit = max(MIN_BATCH_LIMIT, self.config.time_limit * len(samples))
+        self._call(samples, min(limit, self.config.batch_time_limit))
+
+    def _call(self, samples: list[RewardSample], limit: float) -> None:
+        call = Call([one.input for one in samples], [one.question.media for one in samples], limit)
+        self._calls.append((samples, self._started.submit(call)))
+
+
+def make_parts(config: RewardConfig) -> list[RewardPart]:
+    """The functions that `worker.reward` names, not yet started.
+
+    Raises:
+        RewardError: none is named, or a file is missing.
+    """
+    if not config.functions:
+        spec = parse_spec(config.reward_function, config.reward_function_kwargs)
+        return [RewardPart(config, _with_limits(spec, config))]
+    parts = []
+    for name, one in config.functions.items():
+        spec = _with_limits(parse_spec(one.function, one.kwargs, f"functions.{name}.function"), config)
+        parts.append(RewardPart(config, spec, name, one.weight, tuple(one.only_for)))
+    return parts
+
+
+def _with_limits(spec: FunctionSpec, config: RewardConfig) -> FunctionSpec:
+    return replace(spec, concurrency=config.concurrency, time_limit=config.time_limit)
+
+
+def weighted(results: Mapping[str, Rewards], weights: Mapping[str, float]) -> Rewards:
+    """One set of numbers of those that each function gave for an answer.
+
+    `overall` is the sum of theirs times their weights. Where one function scored the answer its other numbers keep
+    their names; where several did, NAME holds the `overall` of each as it gave it, NAME_KEY its other numbers.
+    """
+    rewards: Rewards = {"overall": sum(weights[name] * one["overall"] for name, one in results.items())}
+    for name, one in results.items():
+        parts = {key: value for key, value in one.items() if key != "overall"}
+        if len(results) == 1:
+            rewards |= parts
+        else:
+            rewards |= {name: one["overall"], **{f"{name}_{key}": value for key, value in parts.items()}}
+    return rewards

@@ -1,0 +1,1 @@
+"""Ready-made reward functions, named as `foveal.rewards.MODULE:NAME`."""

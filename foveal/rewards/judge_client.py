@@ -1,0 +1,111 @@
+"""Requests to an OpenAI-compatible chat server: further tries with growing pauses, and a limit on their rate."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+LONGEST_PAUSE = 60.0
+"""Seconds between two tries at most; a longer Retry-After is obeyed."""
+
+
+class JudgeError(Exception):
+    """The server refused the request, or gave no answer in all tries."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model wrote, and the tokens that it took."""
+
+    text: str
+    input_tokens: int
+    output_tokens: int
+
+
+class ChatClient:
+    """Asks one server.
+
+    Args:
+        url: up to and including `/v1`.
+        key: sent as a bearer token; it appears in no message.
+        timeout: seconds of one try.
+        retries: further tries after a time-out, a lost connection, 408, 429 or 5xx.
+        requests_per_minute: at which requests are spaced out, retries included.
+    """
+
+    def __init__(
+        self, url: str, key: str | None, timeout: float, retries: int, requests_per_minute: float | None
+    ) -> None:
+        self.address = f"{url.rstrip('/')}/chat/completions"
+        self._key = key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout = timeout
+        self._retries = retries
+        self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._next_start = 0.0
+        self._http: httpx.AsyncClient | None = None
+
+    async def ask(self, request: dict[str, Any]) -> Reply:
+        """The server's reply to a chat request.
+
+        Raises:
+            JudgeError: it refused, or all tries failed.
+        """
+        for tried in range(self._retries + 1):
+            cause: Exception | None = None
+            pause = min(LONGEST_PAUSE, 2.0**tried) * random.uniform(0.5, 1.0)
+            try:
+                await self._wait_for_turn()
+                answer = await self._client().post(self.address, json=request)
+            except httpx.TransportError as error:
+                cause, problem = error, f"{type(error).__name__} {error}".strip()
+            else:
+                if answer.is_success:
+                    return self._read(answer)
+                problem = f"status {answer.status_code}: {self._shown(answer)}"
+                if answer.status_code not in (408, 429) and answer.status_code < 500:
+                    raise JudgeError(f"{self.address} refused the request with {problem}")
+                pause = max(pause, _retry_after(answer))
+            if tried < self._retries:
+                await asyncio.sleep(pause)
+        raise JudgeError(f"{self.address} gave no answer in {self._retries + 1} tries; the last: {problem}") from cause
+
+    def _read(self, answer: httpx.Response) -> Reply:
+        try:
+            content = answer.json()
+            usage = content.get("usage") or {}
+            text = content["choices"][0]["message"]["content"] or ""
+        except (ValueError, LookupError, TypeError, AttributeError):
+            shown = self._shown(answer)
+            raise JudgeError(f"{self.address} sent something that is no chat completion: {shown!r}") from None
+        return Reply(text, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+
+    def _shown(self, answer: httpx.Response) -> str:
+        """The beginning of what the server sent, without the key: some repeat the one that they refuse."""
+        text = answer.text.replace(self._key, "…") if self._key else answer.text
+        return text[:300]
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:  # within the event loop that it belongs to
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+            self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
+        return self._http
+
+    async def _wait_for_turn(self) -> None:
+        if self._interval:
+            now = time.monotonic()
+            start = max(now, self._next_start)
+            self._next_start = start + self._interval
+            await asyncio.sleep(start - now)
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    try:
+        return float(answer.headers.get("Retry-After", 0))
+    except ValueError:  # a date
+        return 0.0
