@@ -62,7 +62,7 @@ def profile(worker: Worker, groups: list[Group], count: int) -> str:
     of_optimizer = timed(take_step, worker.policy.optimizer, 1.0)
     scorer.eval()
     busy, _, table = kernel_table(profiler)
-    tokens = sum(part.tokens(packer.shared_prefix) for parts in measured for part in parts)
+    tokens = sum(map(packer.tokens, measured))
     each = f"{tokens / len(measured):,.0f} tokens: {took / len(measured) * 1e3:.1f} ms each"
     head = f"{len(measured)} micro-batches of {each}, busy {busy / took / 1e6:.1%}"
     return f"{head}; optimizer step {of_optimizer * 1e3:.0f} ms\n{table}\n{_driver_calls(profiler)}"

@@ -91,9 +91,9 @@ def _checkpoint(config: Config, model: str | None) -> Path | None:
     checkpoints = Checkpoints(config.trainer.checkpoint_dir, -1)
     if model is not None:
         is_checkpoint = model in WORDS or _looks_like_checkpoint(Path(model))
-        return checkpoints.resolve(model, contents=True) if is_checkpoint else None
+        return checkpoints.resolve(model) if is_checkpoint else None
     if config.trainer.load_checkpoint_path:
-        return checkpoints.resolve(config.trainer.load_checkpoint_path, contents=True)
+        return checkpoints.resolve(config.trainer.load_checkpoint_path)
     return checkpoints.latest(contents=True) if config.trainer.find_last_checkpoint else None
 
 

@@ -63,7 +63,7 @@ def find_start(config: Config, checkpoints: Checkpoints, *, has_critic: bool) ->
         console.note(f"starting from the weights in {weights}: step 0, with a fresh optimizer")
         return Start(weights=weights)
     if trainer.load_checkpoint_path:
-        folder: Path | None = checkpoints.resolve(trainer.load_checkpoint_path, contents=True)
+        folder: Path | None = checkpoints.resolve(trainer.load_checkpoint_path)
     else:
         folder = checkpoints.latest(contents=True) if trainer.find_last_checkpoint else None
     if folder is None:

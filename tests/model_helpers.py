@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from foveal.quickstart.tiny import Family, build_tiny
-from foveal.train.checkpoint import save_actor
+from foveal.train.checkpoint import write_actor
+from foveal.train.description import describe_actor
+from foveal.train.state import take_state
 
 TEXT = ("qwen3", "llama")
 
@@ -36,6 +39,19 @@ class Trained:
     def _save_processing(self, folder: Path) -> None:
         text_only = not (self.source / "processor_config.json").exists()
         (AutoTokenizer if text_only else AutoProcessor).from_pretrained(self.source).save_pretrained(folder)
+
+
+def save_actor(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    source_path: str,
+    save_processing: Callable[[Path], None],
+) -> None:
+    """Writes an actor's folder; with several processes every one must call this."""
+    description = describe_actor(model, source_path=source_path, save_processing=save_processing)
+    write_actor(folder, take_state(model, optimizer), description)
 
 
 def trained(

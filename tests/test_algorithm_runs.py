@@ -11,7 +11,7 @@ import torch
 from foveal.cli import main
 from foveal.models.loading import load_model
 from foveal.train.checkpoint import load_trained
-from foveal.train.shards import read_index, read_shards
+from foveal.train.shards import ShardReader
 from tests.small_run import read_log, small_run
 
 ALGORITHMS: dict[str, list[str]] = {
@@ -111,9 +111,9 @@ GAE = [
 
 
 def critic_tensors(step: Path) -> dict[str, torch.Tensor]:
-    index = read_index(step / "critic")
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}  # type: ignore[union-attr]
-    read_shards(step / "critic", found)
+    reader = ShardReader(step / "critic")
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in reader.index.items()}  # type: ignore[union-attr]
+    reader.fill(found)
     return found
 
 

@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 
 from foveal.errors import CheckpointError
-from foveal.train.checkpoint import save_actor
 from foveal.train.retention import Checkpoints
-from foveal.train.state import save_state, write_manifest
+from foveal.train.state import take_state, write_manifest, write_state
+from tests.model_helpers import save_actor
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_that_was_named_is_an_error(
     save_all(Checkpoints(tmp_path, -1), write, {1: 0.1, 2: 0.9})
     flip_a_bit(tmp_path / "global_step_2" / "actor" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds something else"):
-        Checkpoints(tmp_path, -1).resolve(name if name == "best" else tmp_path / name, contents=True)
+        Checkpoints(tmp_path, -1).resolve(name if name == "best" else tmp_path / name)
 
 
 @pytest.mark.parametrize("part", ["actor", "critic"])
@@ -258,7 +258,7 @@ def test_latest_passes_over_a_checkpoint_of_which_a_part_was_cut_short(
     def write_both(folder: Path) -> None:
         write(folder)
         model = nn.Linear(4, 4)
-        write_manifest(folder / "critic", save_state(folder / "critic", model, None))
+        write_manifest(folder / "critic", write_state(folder / "critic", take_state(model, None)))
 
     save_all(Checkpoints(tmp_path, -1), write_both, {1: None, 2: None})
     assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_2"

@@ -166,6 +166,14 @@ def test_glob_takes_the_only_split_and_asks_for_one_of_several(tmp_path: Path) -
         load_rows(f"{tmp_path}/*.jsonl")
 
 
+def test_split_in_a_glob_is_read_after_its_first_wildcard(tmp_path: Path) -> None:
+    for task in ("a", "b"):
+        folder = tmp_path / "train" / task / "shards"
+        folder.mkdir(parents=True)
+        write_lines(folder / "test.jsonl", [{**ROW, "n": task}])
+    assert [row["n"] for row in load_rows(f"{tmp_path}/train/*/shards/*.jsonl@test")] == ["a", "b"]
+
+
 def test_glob_without_a_match_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match=r"no data file matches .*/\*\.txt"):

@@ -12,7 +12,7 @@ import pytest
 from foveal.data import video
 from foveal.data.images import PictureError
 from foveal.data.media import MediaSource
-from foveal.data.video import Stills, VideoHeader, read_frames, video_header
+from foveal.data.video import Stills, VideoHeader, read_frames, unpack_stills, video_header
 from foveal.errors import DataError
 from tests.data_support import encoded, noise
 from tests.video_support import film, film_frames, frame_number
@@ -33,7 +33,7 @@ def find(value: Any, folder: Path | None = None) -> MediaSource:
 
 
 def frames_of(source: MediaSource, *indices: int) -> list[np.ndarray]:
-    return read_frames(source.read().data, NAME, indices, lambda frame: frame)
+    return read_frames(unpack_stills(source.read().data, NAME), NAME, indices, lambda frame: frame)
 
 
 def numbers(frames: list[np.ndarray]) -> list[int]:

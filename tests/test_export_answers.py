@@ -22,11 +22,10 @@ from foveal.models.loading import load_model
 from foveal.models.lora import add_lora
 from foveal.quickstart.tiny import Family, build_tiny
 from foveal.rollout.transformers_engine import TransformersEngine
-from foveal.train.checkpoint import save_actor
 from foveal.train.export import export
 from foveal.types import Media, Prompt, Sampling
 from tests.lora_support import shake
-from tests.model_helpers import load, train_step
+from tests.model_helpers import load, save_actor, train_step
 
 TOKENS = 16
 QUESTIONS = ["<|im_start|>What is this?<|im_end|>", "How many shapes are there in the pictures? " * 3]

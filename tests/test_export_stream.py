@@ -21,11 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from foveal.errors import CheckpointError
 from foveal.models.loading import load_model
 from foveal.models.named_tensors import named_tensors
-from foveal.train.checkpoint import save_actor
 from foveal.train.export import export
 from foveal.train.hf_folder import write_hf
 from foveal.train.safetensors_stream import write_safetensors
-from tests.model_helpers import load, same_tensors, trained
+from tests.model_helpers import load, same_tensors, save_actor, trained
 from tests.named_tensors_support import built, saved, tiny_config
 
 
@@ -84,7 +83,7 @@ def test_a_model_writes_itself(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     folder = write_hf(
         tmp_path / "out",
-        named_tensors(model, torch.bfloat16, bucket_bytes=10_000),
+        (tensor for bucket in named_tensors(model, torch.bfloat16, bucket_bytes=10_000) for tensor in bucket),
         expected=sum(p.numel() for p in model.parameters()),
         configuration=tmp_path / "model",
         dtype=torch.bfloat16,
@@ -98,7 +97,7 @@ def test_a_weight_that_is_not_given_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not written, as .* of .* numbers"):
         write_hf(
             tmp_path / "out",
-            list(named_tensors(model, bucket_bytes=10_000))[:-1],
+            [tensor for bucket in named_tensors(model, bucket_bytes=10_000) for tensor in bucket][:-1],
             expected=sum(p.numel() for p in model.parameters()),
             configuration=tmp_path / "model",
             dtype=torch.float32,

@@ -17,7 +17,7 @@ from foveal.models.lora import is_factor
 from foveal.models.lora_setup import empty_adapted
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.checkpoint import check_actor, load_actor, load_trained
-from foveal.train.shards import read_index
+from foveal.train.shards import ShardReader
 from tests.lora_support import CPU, adapted, write_adapter
 from tests.small_run import read_log, small_run
 
@@ -39,7 +39,7 @@ def test_a_run_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(record["grad_norm"] > 0 for record in records)
     assert "LoRA of rank 4 on" in capsys.readouterr().out
     actor = tmp_path / "run" / "global_step_3" / "actor"
-    weights = {name.removeprefix("model.") for name in read_index(actor) if name.startswith("model.")}
+    weights = {name.removeprefix("model.") for name in ShardReader(actor).index if name.startswith("model.")}
     assert weights and all(map(is_factor, weights))
     info = check_actor(actor)
     assert info.source == str(model)
@@ -143,7 +143,7 @@ def test_going_on_with_another_rank_or_without_adapters_is_refused(tmp_path: Pat
 def test_adapters_of_bfloat16_weights_are_trained_in_float32(tmp_path: Path) -> None:
     keys = [RANK, "worker.actor.optim.strategy=adamw_bf16", "trainer.max_steps=2"]
     assert main(["train", *small_run(tmp_path, "qwen3_vl", *keys)]) == 0
-    index = read_index(tmp_path / "run" / "global_step_2" / "actor")
+    index = ShardReader(tmp_path / "run" / "global_step_2" / "actor").index
     dtypes = {entry.properties.dtype for name, entry in index.items() if name.endswith(("lora_B", "exp_avg"))}
     assert dtypes == {torch.float32}
 
@@ -170,7 +170,7 @@ def test_a_critic_trains_adapters_too(tmp_path: Path) -> None:
     )
     assert main(["train", *argv]) == 0
     assert main(["train", *argv, "trainer.max_steps=3"]) == 0  # resumes
-    index = read_index(tmp_path / "run" / "global_step_3" / "critic")
+    index = ShardReader(tmp_path / "run" / "global_step_3" / "critic").index
     weights = {name for name in index if name.startswith("model.")}
     assert {name for name in weights if not is_factor(name)} == {"model.head.weight", "model.head.bias"}
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from foveal.config.schema_model import LoraConfig
 from foveal.errors import ConfigError, ModelError
+from foveal.models.adapter_files import pairs
 from foveal.models.compiling import compile_layers
 from foveal.models.feature_store import FeatureStore
 from foveal.models.flops import FlopCounter, Work
@@ -341,3 +342,9 @@ def test_compiled_layers_follow_the_adapters(folders: dict[str, Path]) -> None:
     for _ in range(2):
         for policy, values in zip((scorer, StartScorer(scorer)), expected, strict=True):
             torch.testing.assert_close(logprobs_of(policy, groups), values, rtol=0, atol=1e-6)
+
+
+def test_tensors_under_pefts_names_are_paired_by_the_path_of_their_module() -> None:
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{path}.lora_A.weight": torch.zeros(4, 16), f"{path}.lora_B.weight": torch.zeros(16, 4)}
+    assert pairs(tensors) == {"model.layers.0.self_attn.q_proj": tuple(tensors.values())}

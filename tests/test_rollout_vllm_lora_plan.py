@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from foveal.config.schema_model import LoraConfig, ModelConfig
 from foveal.quickstart.tiny import Family, build_tiny
@@ -67,9 +66,3 @@ def test_all_linear_layers_but_the_output_are_planned(tmp_path: Path, family: Fa
 
 def test_without_a_rank_nothing_is_planned(tmp_path: Path) -> None:
     assert plan_adapter(ModelConfig(), str(tmp_path)) is None
-
-
-def test_the_shape_of_tensors_under_pefts_names() -> None:
-    path = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{path}.lora_A.weight": torch.zeros(4, 16), f"{path}.lora_B.weight": torch.zeros(16, 4)}
-    assert AdapterShape.of(tensors) == shape("model.layers.0.self_attn.q_proj", rank=4)

@@ -16,7 +16,7 @@ from foveal.data.processing import Processing, load_processing
 from foveal.errors import CheckpointError, ModelError
 from foveal.quickstart.tiny import Family, build_tiny
 from foveal.train.critic import Critic, load_critic
-from foveal.train.state import save_state, write_manifest
+from foveal.train.state import take_state, write_manifest, write_state
 from foveal.types import Group
 from tests.model_helpers import same_tensors
 from tests.random_groups import random_groups
@@ -233,7 +233,7 @@ def test_training_goes_on_bit_for_bit_after_loading(folder: Path, tmp_path: Path
     critic = make_critic(folder)
     groups = prepared_groups(critic, [1, 0, 2, 0])
     critic.update(groups, step=1, total_steps=2)
-    write_manifest(tmp_path / "critic", save_state(tmp_path / "critic", critic.scorer, critic.optimizer))
+    write_manifest(tmp_path / "critic", write_state(tmp_path / "critic", take_state(critic.scorer, critic.optimizer)))
     again = make_critic(folder, trained_head=False)
     again.load(tmp_path / "critic")
     assert same_tensors(again.scorer.state_dict(), critic.scorer.state_dict())
@@ -244,7 +244,7 @@ def test_training_goes_on_bit_for_bit_after_loading(folder: Path, tmp_path: Path
 
 def test_a_cut_shard_is_named(folder: Path, tmp_path: Path) -> None:
     critic = make_critic(folder)
-    write_manifest(tmp_path / "critic", save_state(tmp_path / "critic", critic.scorer, None))
+    write_manifest(tmp_path / "critic", write_state(tmp_path / "critic", take_state(critic.scorer, None)))
     sizes = json.loads((tmp_path / "critic" / "foveal.json").read_text())["files"]
     with (tmp_path / "critic" / "__0_0.distcp").open("r+b") as file:
         file.truncate(1000)
@@ -288,7 +288,7 @@ def test_messages_about_the_critics_model_name_its_own_keys(folder: Path) -> Non
 
 def test_a_critic_that_was_never_updated_loads_too(folder: Path, tmp_path: Path) -> None:
     critic = make_critic(folder)
-    write_manifest(tmp_path / "critic", save_state(tmp_path / "critic", critic.scorer, critic.optimizer))
+    write_manifest(tmp_path / "critic", write_state(tmp_path / "critic", take_state(critic.scorer, critic.optimizer)))
     again = make_critic(folder, trained_head=False)
     again.load(tmp_path / "critic")
     assert same_tensors(again.scorer.state_dict(), critic.scorer.state_dict()) and not again.optimizer.state

@@ -10,7 +10,7 @@ import torch
 from foveal.models.lora import adapter_tensors, lora_layers
 from foveal.models.named_tensors import named_tensors
 from foveal.quickstart.tiny import build_tiny
-from foveal.train.state import Manifest, load_state, read_manifest, save_state, write_manifest
+from foveal.train.state import Manifest, load_state, read_manifest, take_state, write_manifest, write_state
 from tests.sharding_support import Case, Outcome, in_processes, policy_of, trained
 
 OFFLOAD = ("worker.actor.fsdp.enable_cpu_offload=true", "worker.actor.model.enable_gradient_checkpointing=false")
@@ -34,7 +34,7 @@ def work(rank: int, folder: Path) -> tuple[dict[str, Outcome], dict[str, torch.T
     for name, case in cases_in(folder).items():
         policy = policy_of(case, sharded=True)
         outcomes[name] = trained(case, policy, rank)
-    manifest = save_state(folder / "from_two", policy.model, policy.optimizer)
+    manifest = write_state(folder / "from_two", take_state(policy.model, policy.optimizer))
     if rank == 0:
         write_manifest(folder / "from_two", manifest)
     merged = {name: tensor.clone() for bucket in named_tensors(policy.model) for name, tensor in bucket}

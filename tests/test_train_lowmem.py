@@ -20,7 +20,7 @@ from foveal.config.schema_model import OptimConfig
 from foveal.errors import ConfigError
 from foveal.train.lowmem import _bf16_adamw, check_torchao
 from foveal.train.optim import build_optimizer, set_learning_rate, take_step
-from foveal.train.state import load_state, save_state
+from foveal.train.state import load_state, take_state, write_state
 from tests.sharding_support import in_processes
 
 STRATEGIES = ("adamw_bf16", "adamw_8bit")
@@ -95,7 +95,7 @@ def test_stochastic_rounding_learns_where_rounding_to_nearest_stands_still() -> 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, strategy: str, dtype: torch.dtype) -> None:
     module, optimizer = make(strategy, dtype)
     train(module, optimizer, range(3))
-    manifest = save_state(tmp_path, module, optimizer)
+    manifest = write_state(tmp_path, take_state(module, optimizer))
     train(module, optimizer, range(3, 6))
 
     resumed, fresh = make(strategy, dtype)
@@ -123,7 +123,7 @@ def resumed_shards(rank: int, folder: Path, strategy: str) -> bool:
 
     module, optimizer = sharded()
     steps(module, optimizer, range(3))
-    manifest = save_state(folder, module, optimizer)
+    manifest = write_state(folder, take_state(module, optimizer))
     dist.barrier()
     resumed, fresh = sharded()
     load_state(folder, manifest, resumed, fresh)
@@ -151,7 +151,7 @@ def test_moments_in_8_bits_take_a_byte_a_number() -> None:
 def test_the_strategy_may_change_at_a_resume(tmp_path: Path, before: str, after: str) -> None:
     module, optimizer = make(before, torch.float32)
     train(module, optimizer, range(3))
-    manifest = save_state(tmp_path, module, optimizer)
+    manifest = write_state(tmp_path, take_state(module, optimizer))
     resumed, other = make(after, torch.float32)
     load_state(tmp_path, manifest, resumed, other)
     found, expected = other.state[next(resumed.parameters())], optimizer.state[next(module.parameters())]

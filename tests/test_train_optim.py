@@ -13,7 +13,7 @@ from foveal.errors import ModelError
 from foveal.models.parts import freeze_parts, part_of
 from foveal.quickstart.tiny import Family, build_tiny
 from foveal.train.optim import build_optimizer, set_learning_rate
-from foveal.train.state import load_state, save_state
+from foveal.train.state import load_state, take_state, write_state
 from tests.model_helpers import load, same_tensors, train_step
 
 
@@ -81,7 +81,7 @@ def test_rates_of_their_own_may_come_and_go_at_a_resume(folders: dict[str, Path]
 
     model, optimizer = fresh(lr_vision=1e-2)
     train_step(model, optimizer, seed=0)
-    manifest = save_state(tmp_path, model, optimizer)
+    manifest = write_state(tmp_path, take_state(model, optimizer))
     resumed, other = fresh(lr_projector=1e-2)
     load_state(tmp_path, manifest, resumed, other)
     train_step(model, optimizer, seed=1)

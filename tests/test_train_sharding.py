@@ -22,7 +22,7 @@ from foveal.models.named_tensors import named_tensors
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.scorer import TokenScorer
 from foveal.train.sharding import device_mesh, mixed_precision, shard
-from foveal.train.state import Manifest, load_state, read_manifest, save_state, write_manifest
+from foveal.train.state import Manifest, load_state, read_manifest, take_state, write_manifest, write_state
 from tests.named_tensors_support import built
 from tests.sharding_support import CPU, Case, Outcome, critic_trained, in_processes, policy_of, trained, weights
 
@@ -93,7 +93,7 @@ def work(rank: int, folder: Path) -> FromProcess:
         policy = policy_of(case, sharded=True)
         outcomes[name] = trained(case, policy, rank)
         if name == "adam":
-            manifest = save_state(folder / "from_two", policy.model, policy.optimizer)
+            manifest = write_state(folder / "from_two", take_state(policy.model, policy.optimizer))
             if rank == 0:
                 write_manifest(folder / "from_two", manifest)
     outcomes["critic"] = critic_trained(folder / "qwen2_5_vl", rank)
@@ -161,7 +161,9 @@ def alone(folder: Path) -> dict[str, Outcome]:
         policy = policy_of(case, sharded=False)
         outcomes[name] = trained(case, policy)
         if name == "adam":
-            write_manifest(folder / "from_one", save_state(folder / "from_one", policy.model, policy.optimizer))
+            write_manifest(
+                folder / "from_one", write_state(folder / "from_one", take_state(policy.model, policy.optimizer))
+            )
     outcomes["critic"] = critic_trained(folder / "qwen2_5_vl")
     return outcomes
 

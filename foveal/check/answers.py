@@ -129,9 +129,9 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def shown_number(value: float) -> str:
+def shown_number(value: float, places: int = 4) -> str:
     """`4`, `0.25`, `1.3333`."""
-    return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0")
+    return str(int(value)) if value == int(value) else f"{value:.{places}f}".rstrip("0")
 
 
 def _parsed(text: str) -> Any:
@@ -227,11 +227,7 @@ def _coordinates(value: Any, asked: Asked, sizes: Sequence[tuple[int, int]]) -> 
 def _like(example: str, numbers: Sequence[float]) -> str:
     """The numbers written as in the example, `[x1, y1, x2, y2]`."""
     waiting = iter(numbers)
-    return re.sub(NAME_OR_NUMBER, lambda match: _coordinate(next(waiting, 0.0)), example)
-
-
-def _coordinate(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:.3f}".rstrip("0")
+    return re.sub(NAME_OR_NUMBER, lambda match: shown_number(next(waiting, 0.0), places=3), example)
 
 
 def numbers_of(value: Any) -> list[float]:

@@ -10,6 +10,7 @@ from foveal.check.findings import Finding, exit_code, in_order, name_rows
 from foveal.config import Config, load_config
 from foveal.config.rules import missing
 from foveal.errors import ConfigError
+from foveal.reward.explain import clipped
 from foveal.track import console
 
 USAGE = "foveal check [--rows N] [--generate N] [--html FILE] [--parity] [config=FILE] [KEY=VALUE …]"
@@ -57,14 +58,17 @@ def check(config: Config, rows: int, generate: int, page: Path | None) -> int:
     """
     from foveal.check.data import check_data
     from foveal.check.reward import check_reward
+    from foveal.preflight import open_processing
 
     if not config.worker.actor.model.model_path:
         raise ConfigError("worker.actor.model.model_path is not set. Its tokenizer and processor make the prompts.")
-    findings = [_of_line(line) for line in missing(config)]
-    findings += check_data(config, rows, page)
-    if not missing(config):
+    processing = open_processing(config)
+    unset = missing(config)
+    findings = [_of_line(line) for line in unset]
+    findings += check_data(config, rows, page, processing=processing)
+    if not unset:
         told = [finding.text for finding in findings]
-        for one in check_reward(config, rows, console.note):
+        for one in check_reward(config, rows, processing=processing):
             # Where no row can be used, trying the reward ends with what the data has been blamed for.
             if not any(text.startswith(one.text.removesuffix(".")) for text in told):
                 findings.append(one)
@@ -80,8 +84,9 @@ def report(findings: list[Finding]) -> None:
     """Prints the findings, the gravest first, and how many there are."""
     console.note("")
     for one in in_order(findings):
+        text, cure = clipped(one.text, LONGEST_PART), clipped(one.cure, LONGEST_PART)
         where = f"\n    {name_rows(one.rows)}" if one.rows else ""
-        console.note(f"{one.level}: {one.subject}: {_short(one.text)}{where}\n    → {_short(one.cure)}")
+        console.note(f"{one.level}: {one.subject}: {text}{where}\n    → {cure}")
     counts = Counter(one.level for one in findings)
     said = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in ("error", "warning", "note")]
     console.note(f"foveal check: {', '.join(said)}" if findings else "foveal check: nothing to complain about")
@@ -90,7 +95,3 @@ def report(findings: list[Finding]) -> None:
 def _of_line(line: str) -> Finding:
     text, _, cure = line.partition(": ")
     return Finding("error", "configuration", text, cure)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_PART else f"{text[:LONGEST_PART]}…"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from foveal.check.findings import Finding, in_order
 from foveal.check.kinds import Faults
 from foveal.check.page import Shown, show, write_page
 from foveal.check.pictures import PictureCheck
-from foveal.check.rows import Seen, TextCheck
+from foveal.check.rows import Seen, TextCheck, spread
 from foveal.config import Config
 from foveal.config.schema_data import DataConfig
 from foveal.data.images import PictureError
@@ -55,7 +55,12 @@ class Looked:
 
 
 def check_data(
-    config: Config, rows: int = DECODED, page: Path | None = None, say: Callable[[str], None] = console.note
+    config: Config,
+    rows: int = DECODED,
+    page: Path | None = None,
+    say: Callable[[str], None] = console.note,
+    *,
+    processing: Processing | None = None,
 ) -> list[Finding]:
     """Looks at every row of `data.train_files` and `data.val_files`; needs the model's processor, but no weights.
 
@@ -63,12 +68,13 @@ def check_data(
         rows: how many rows of each source have their pictures decoded, evenly spread.
         page: an HTML file to write, with prompts and their pictures.
         say: takes the lines of the account: counts, lengths, and two prompts in full.
+        processing: the model's, where it is open already.
 
     Raises:
         ModelError: the model has no processor, or its family is not known.
         DataError: the page cannot be written.
     """
-    processing = open_processing(config)
+    processing = processing or open_processing(config)
     findings: list[Finding] = []
     lines: list[str] = []
     shown: list[Shown] = []
@@ -114,7 +120,7 @@ def _look_at_source(
     pictures = PictureCheck(data.image_dir, processing, faults)
     _look_inside(builder, checked, faults, pictures, seen, trained)
     with_media = [row for row in checked if lengths.images[row] or lengths.videos[row]]
-    decoded = _spread(with_media, rows)
+    decoded = spread(with_media, rows)
     undecodable = _undecodable(builder, decoded, split)
     for row, fault in undecodable.items():
         _add_error(faults, row, fault, config)
@@ -156,7 +162,7 @@ def _look_inside(
     text.finish()
 
 
-def _undecodable(builder: PromptBuilder, rows: list[int], split: str) -> dict[int, FovealError]:
+def _undecodable(builder: PromptBuilder, rows: Sequence[int], split: str) -> dict[int, FovealError]:
     """Why pictures of these rows cannot be decoded, by row."""
 
     def decode(row: int) -> FovealError | None:
@@ -276,10 +282,5 @@ def _show(looked: Looked, most: int) -> list[Shown]:
         for row in finding.rows:
             faults.setdefault(row, []).append((finding.level, finding.text))
     sound = [row for row in looked.usable if row not in faults]
-    rows = [*sorted(faults)[:most], *_spread(sound, most)]
+    rows = [*sorted(faults)[:most], *spread(sound, most)]
     return [show(looked.builder, row, faults.get(row, [])) for row in rows] if looked.builder is not None else []
-
-
-def _spread(rows: list[int], most: int) -> list[int]:
-    """At most so many of the rows, evenly spread, the first among them."""
-    return [rows[index * len(rows) // most] for index in range(most)] if len(rows) > most else rows

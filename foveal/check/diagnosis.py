@@ -7,13 +7,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from foveal.check.answers import LONG, as_number, unwrap
-from foveal.check.findings import Finding
+from foveal.check.findings import REWARD, Finding
 from foveal.check.tries import Case
 
 if TYPE_CHECKING:
     from foveal.check.judging import Scored
 
 LEAST = 1e-6
+"""By which a score must be higher to count as higher."""
 SHOWN = 120
 
 
@@ -47,7 +48,7 @@ def why_unreachable(scored: Scored, level: Literal["error", "warning"]) -> Findi
         cure = truth_cure(case) or (
             "See what the reward compares: print the extracted answer and the ground truth, with repr(), for one row"
         )
-    return Finding(level, "reward function", text, cure, rows)
+    return Finding(level, REWARD, text, cure, rows)
 
 
 def _reaching(scored: Scored) -> str:

@@ -9,6 +9,8 @@ from typing import Literal
 Level = Literal["error", "warning", "note"]
 _ORDER: dict[Level, int] = {"error": 0, "warning": 1, "note": 2}
 _ROWS_NAMED = 20
+REWARD = "reward function"
+"""The subject of what is found in its scores."""
 
 
 @dataclass(frozen=True)

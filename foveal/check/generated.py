@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from foveal.check.findings import Finding
+from foveal.check.findings import REWARD, Finding
 from foveal.cluster.group import start_workers
 from foveal.config import Config
 from foveal.data.loader import open_loader
 from foveal.preflight import check_runnable, open_processing
+from foveal.reward.explain import clipped
 from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import generate_and_score, training_sampling
 from foveal.types import Group
@@ -45,8 +46,7 @@ def check_generated(config: Config, prompts: int, say: Callable[[str], None]) ->
 def _show(groups: list[Group], say: Callable[[str], None]) -> None:
     for group in groups[:SHOWN]:
         scores = ", ".join(f"{r.rewards['overall']:g}" for r in group.responses if "overall" in r.rewards)
-        text = group.responses[0].text
-        shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        shown = clipped(group.responses[0].text, LONGEST)
         # other characters may steer the terminal
         shown = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in shown)
         say(
@@ -65,7 +65,7 @@ def judge_answers(groups: list[Group], limit: int) -> list[Finding]:
     scores = [one.rewards["overall"] for one in answers if "overall" in one.rewards]
     if not scores:
         text = "no score is a finite number"
-        return [Finding("error", "reward function", text, "See what it returns for the answers above")]
+        return [Finding("error", REWARD, text, "See what it returns for the answers above")]
     findings = []
     cut = sum(one.finish_reason == "length" for one in answers)
     if cut > 0.5 * len(answers):

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from foveal.check.asked import Asked
-from foveal.check.diagnosis import truth_cure, why_unreachable
-from foveal.check.findings import Finding
+from foveal.check.diagnosis import LEAST, truth_cure, why_unreachable
+from foveal.check.findings import REWARD, Finding
 from foveal.check.tries import Case, Try
 
-SUBJECT = "reward function"
-LEAST = 1e-6
-"""By which a score must be higher to count as higher."""
 PART = 0.05
 """Of the way from wrong to right that a form must cost to be worth a word."""
 
@@ -59,13 +56,13 @@ class Scored:
 
     def share(self, form: str) -> float:
         """Of the rows that have the form: where right and wrong are told apart."""
-        having = [place for place in self.by_case if any(one.name == form for one in self.cases[place].forms())]
+        having = [place for place in self.by_case if any(one.name == form for one in self.cases[place].forms)]
         return sum(self.told(place, form) for place in having) / max(len(having), 1)
 
     @cached_property
     def forms(self) -> list[str]:
         """Names of all forms that some prompt asks for, in their order."""
-        return list(dict.fromkeys(form.name for place in self.by_case for form in self.cases[place].forms()))
+        return list(dict.fromkeys(form.name for place in self.by_case for form in self.cases[place].forms))
 
     @cached_property
     def best(self) -> str:
@@ -80,9 +77,7 @@ class Scored:
     def lost(self) -> list[int]:
         """Cases whose right answer scores no higher than a wrong one in any form that the prompt asks for."""
         return [
-            place
-            for place in self.by_case
-            if not any(self.told(place, form.name) for form in self.cases[place].forms())
+            place for place in self.by_case if not any(self.told(place, form.name) for form in self.cases[place].forms)
         ]
 
     @cached_property
@@ -135,7 +130,7 @@ def judge(scored: Scored) -> list[Finding]:
         )
         odd = truth_cure(scored.cases[scored.tries[0].case])
         cure += f"; {odd}" if odd else ""
-        return [Finding("error", SUBJECT, text, cure)]
+        return [Finding("error", REWARD, text, cure)]
     lost = len(scored.lost) / len(scored.by_case)
     if lost >= 0.5:
         return [_inverted(scored) or why_unreachable(scored, "error")]
@@ -155,7 +150,7 @@ def _inverted(scored: Scored) -> Finding | None:
         return None
     return Finding(
         "error",
-        SUBJECT,
+        REWARD,
         f"gives right answers less than wrong ones on {len(lower)} of {len(scored.by_case)} rows",
         "Turn the sign: `overall` must be higher for better answers",
     )
@@ -167,7 +162,7 @@ def _needed_form(scored: Scored) -> Finding | None:
         having = [
             place
             for place, _, _ in scored.fully
-            if any(form.name == name and form.needed for form in scored.cases[place].forms())
+            if any(form.name == name and form.needed for form in scored.cases[place].forms)
         ]
         low = [place for place, _, wrong in scored.fully if place in having and _loses(scored, place, name, wrong)]
         if len(low) >= max(0.3 * len(having), 1):
@@ -176,7 +171,7 @@ def _needed_form(scored: Scored) -> Finding | None:
             asked = scored.cases[low[0]].asked
             return Finding(
                 "warning",
-                SUBJECT,
+                REWARD,
                 f"a right answer with {name} gets {mean:.2f}, with {scored.best} {best:.2f}. The prompt asks for "
                 f"{asked.describe()}, and models write it both ways",
                 "Let the pattern take line breaks and blanks (re.DOTALL, \\s*), or show the exact form in the prompt",
@@ -189,7 +184,7 @@ def _loses(scored: Scored, place: int, name: str, wrong: float) -> bool:
     own = scored.right(place, name)
     if own is None or not scored.told(place, name):
         return True
-    written = {form.name: len(form.write(scored.cases[place].contents[0])) for form in scored.cases[place].forms()}
+    written = {form.name: len(form.write(scored.cases[place].contents[0])) for form in scored.cases[place].forms}
     alike = [form for form, length in written.items() if abs(length - written[name]) <= 0.2 * written[name]]
     best = max(scored.right(place, form) or own for form in alike)
     return own < best - PART * (best - wrong)
@@ -208,7 +203,7 @@ def _better_elsewhere(scored: Scored) -> Finding | None:
             and one.score is not None
             and one.score > best + PART * abs(best - wrong)
             # a shorter one may score higher for being short
-            and len(one.text) >= 0.8 * len(scored.cases[place].forms()[0].write(one.content))
+            and len(one.text) >= 0.8 * len(scored.cases[place].forms[0].write(one.content))
         }
         rows += bool(higher)
         better.update(higher)
@@ -219,7 +214,7 @@ def _better_elsewhere(scored: Scored) -> Finding | None:
     high = max(one.score or 0 for one in scored.by_case[place] if one.form == form)
     return Finding(
         "warning",
-        SUBJECT,
+        REWARD,
         f"a right answer in the form that the prompt asks for ({scored.cases[place].asked.describe()}) gets "
         f"{scored.right(place, scored.best):g}; one with {form}, which it does not ask for, gets {high:g}",
         f"Ask for {form} in data.format_prompt, or let the reward take the form that is asked for",
@@ -238,12 +233,12 @@ def _wrong_as_right(scored: Scored) -> Finding | None:
         barely += right - min(wrong) < 0.1 * (right - low)
     if pairs and hits > 0.3 * pairs:
         text = f"gives {hits} of {pairs} wrong answers (right ones of other rows) as much as right ones"
-        return Finding("warning", SUBJECT, text, "Compare the whole answer with the ground truth of its own row")
+        return Finding("warning", REWARD, text, "Compare the whole answer with the ground truth of its own row")
     if scored.kept and barely > 0.5 * len(scored.kept):
         text = (
             "gives a wrong answer in the asked form over 90 % of what a right one gets: the form pays, not the answer"
         )
-        return Finding("warning", SUBJECT, text, "Give the accuracy more weight and the form less")
+        return Finding("warning", REWARD, text, "Give the accuracy more weight and the form less")
     return None
 
 
@@ -261,7 +256,7 @@ def _empty(scored: Scored) -> Finding | None:
             one = scored.of_kind(kind)
             return Finding(
                 "error" if share > 0.7 else "warning",
-                SUBJECT,
+                REWARD,
                 f"{name} ({one.text[-80:]!r}) gets nearly as much as a right one, or as much: {one.score:g} on "
                 f"{share:.0%} of the rows tried",
                 "Give nothing where no answer is found or parsed; `'' in text` is true for every text",
@@ -275,12 +270,12 @@ def _contained(scored: Scored) -> Finding | None:
             one = scored.of_kind(kind)
             text = f"takes a number with {what} for right: {one.content} gets {one.score:g}"
             return Finding(
-                "warning", SUBJECT, text, "Compare numbers, or whole texts with ==, not with `in` or a prefix"
+                "warning", REWARD, text, "Compare numbers, or whole texts with ==, not with `in` or a prefix"
             )
     if _has_place(scored) and scored.share_above("only thought of", 0.9) >= 0.5:
         one = scored.of_kind("only thought of")
         text = f"takes a wrong answer for right when the reasoning names the right one: {one.score:g}"
-        return Finding("warning", SUBJECT, text, "Look for the answer only where the prompt wants it")
+        return Finding("warning", REWARD, text, "Look for the answer only where the prompt wants it")
     return None
 
 
@@ -299,7 +294,7 @@ def _long(scored: Scored) -> Finding | None:
     one = scored.of_kind("long")
     return Finding(
         "warning",
-        SUBJECT,
+        REWARD,
         f"a right answer of {one.length} tokens, half of data.max_response_length, gets {one.score:g}, no more than a "
         "short wrong one",
         "Begin the penalty for length later, make it smaller, or count tokens (`response_length`), not characters",
@@ -322,7 +317,7 @@ def _form_ignored(scored: Scored) -> Finding | None:
     if not having or same < 0.9 * having:
         return None
     text = "an answer without the form that the prompt asks for gets as much as one with it"
-    return Finding("note", SUBJECT, text, "Nothing to do if that is meant; else add a part for the format")
+    return Finding("note", REWARD, text, "Nothing to do if that is meant; else add a part for the format")
 
 
 def _both(scored: Scored) -> Finding | None:
@@ -330,7 +325,7 @@ def _both(scored: Scored) -> Finding | None:
         return None
     one = scored.of_kind("both")
     text = f"takes an answer that names a right and a wrong one ({one.content!r}) for right"
-    return Finding("note", SUBJECT, text, "If models begin to list answers, compare the whole answer")
+    return Finding("note", REWARD, text, "If models begin to list answers, compare the whole answer")
 
 
 CHECKS = (_needed_form, _better_elsewhere, _wrong_as_right, _empty, _contained, _long, _form_ignored, _both)

@@ -9,15 +9,18 @@ from itertools import chain
 from typing import Any
 
 from foveal.check.asked import CHAT_MARK
-from foveal.check.findings import Finding, in_order
-from foveal.check.judging import SUBJECT, Scored, judge
+from foveal.check.findings import REWARD, Finding, Level, in_order
+from foveal.check.judging import Scored, judge
+from foveal.check.rows import spread
 from foveal.check.scoring import TIME_LIMIT, Scorer
 from foveal.check.tries import Case, Try, add_wrong_answers, all_tries, few_tries, make_case, plain_tries
 from foveal.check.truths import given_away, odd_truths, outside_pictures
 from foveal.config import Config
+from foveal.data.images import picture_size
 from foveal.data.processing import Processing
 from foveal.data.prompts import Draft, PromptBuilder
 from foveal.data.source import open_rows
+from foveal.data.video import Stills
 from foveal.errors import DataError, FovealError, RewardError
 from foveal.preflight import open_processing
 from foveal.reward.contract import Failure
@@ -34,31 +37,39 @@ MIN_REASONING = 100
 """Tokens below which no reasoning fits."""
 
 
-def check_reward(config: Config, rows: int = 1000, say: Callable[[str], None] = console.note) -> list[Finding]:
+def check_reward(
+    config: Config,
+    rows: int = 1000,
+    say: Callable[[str], None] = console.note,
+    *,
+    processing: Processing | None = None,
+) -> list[Finding]:
     """Scores made-up answers to rows of `data.train_files`; needs the model's processor, but no weights and no GPU.
 
     Args:
         rows: most rows to take, evenly spread.
         say: takes the account: what the prompt asks for, and what right and wrong answers to it get.
+        processing: the model's, where it is open already.
 
     Raises:
         ModelError: the model has no processor, or its family is not known.
     """
-    processing = open_processing(config)
+    processing = processing or open_processing(config)
+    tokenizer = processing.tokenizer
 
     def count(text: str) -> int:
-        return len(processing.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     try:
         cases = open_cases(config, processing, rows)
-        special = processing.tokenizer.all_special_tokens if config.worker.reward.skip_special_tokens else []
+        special = tokenizer.all_special_tokens if config.worker.reward.skip_special_tokens else []
         findings = [*_of_lengths(config, cases, count), *_of_kwargs(config), *_special_marks(special, cases)]
         return in_order([*findings, *_try_out(config, cases, special, count, say)])
     except DataError as error:
         text, _, cure = str(error).partition(". ")
         return [Finding("error", "data.train_files", text, cure or "Correct it")]
     except RewardError as error:
-        return [Finding("error", SUBJECT, f"cannot be used: {error}", "Correct worker.reward or the function's file")]
+        return [Finding("error", REWARD, f"cannot be used: {error}", "Correct worker.reward or the function's file")]
 
 
 def open_cases(config: Config, processing: Processing, rows: int) -> list[Case]:
@@ -69,10 +80,8 @@ def open_cases(config: Config, processing: Processing, rows: int) -> list[Case]:
     """
     assert config.data.train_files is not None
     builder = PromptBuilder(config.data, processing, open_rows(config.data, config.data.train_files))
-    total = len(builder.rows)
-    picked = range(total) if total <= rows else [number * total // rows for number in range(rows)]
     cases, failure = [], None
-    for index in picked:
+    for index in spread(range(len(builder.rows)), rows):
         try:
             cases.append(_case(builder, builder.draft(index), config))
         except FovealError as error:
@@ -87,13 +96,13 @@ def _case(builder: PromptBuilder, draft: Draft, config: Config) -> Case:
     given = builder.rows[draft.row_index][config.data.prompt_key]
     question = given if isinstance(given, str) else _last_text(given)
     media, sizes = [], []
-    for source in draft.media:
-        try:
-            media.append(source.read())
-            size: Any = source.size()
-            sizes.append((int(size[0]), int(size[1])))
-        except (FovealError, TypeError):  # the data half of the check tells of it
-            media.append(Media(source.kind, b"", source.name))
+    for one in draft.media:
+        if one.kind == "image" and not isinstance(one.place, Stills):  # rewards get no videos
+            try:
+                media.append(one.read())
+                sizes.append(picture_size(one.place, one.name))
+            except FovealError:  # the data half of the check tells of it
+                media.append(Media(one.kind, b"", one.name))
     prompt = Prompt(
         uid=f"check-0-{draft.row_index}",
         token_ids=[],
@@ -132,7 +141,7 @@ def _try_out(
     with Scorer(config.worker.reward, cases, count) as scorer:
         if scorer.undeclared:
             text = "its module has no REWARD_TYPE, so it is called once with a list of all answers"
-            findings.append(Finding("note", SUBJECT, text, 'Say REWARD_TYPE = "batch" or "sequential" in the module'))
+            findings.append(Finding("note", REWARD, text, 'Say REWARD_TYPE = "batch" or "sequential" in the module'))
         first = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:2])))
         scorer.warm_up(first)
         again = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:4])))
@@ -149,32 +158,32 @@ def _try_out(
         # a function that is too slow for them has at least been given the first ones
         done = [[one for one in made if one.outcome is not None] for made in (tries, again, first)]
         tries = next(made for made in done if made)
-        scored = Scored(cases, tries)
+        best = Scored(cases, tries).best
         rest = range(full, min(len(cases), full + int(BUDGET / (pace * 2))))
-        more = seen(chain.from_iterable(few_tries(place, cases[place], scored.best) for place in rest))
+        more = seen(chain.from_iterable(few_tries(place, cases[place], best) for place in rest))
         if more:
             scorer.score(more)
         tries += [one for one in more if one.outcome is not None]
         findings += _failures(tries, cases, config)
         findings += _slow(scorer, [*again, *timed], config)
-        findings += _depends_on_others(scorer, cases, tries)
-    scored = Scored(cases, tries)
+        scored = Scored(cases, tries)
+        finite = _finite(scored)
+        findings += _depends_on_others(scorer, finite)
     _account(scored, say)
-    return [*findings, *_keys(scored, config), *_not_finite(scored), *judge(_finite(scored))]
+    return [*findings, *_keys(scored, config), *_not_finite(scored), *judge(finite)]
 
 
-def _depends_on_others(scorer: Scorer, cases: Sequence[Case], tries: Sequence[Try]) -> list[Finding]:
+def _depends_on_others(scorer: Scorer, scored: Scored) -> list[Finding]:
     """Whether a row that cannot be reached among others can when it is alone."""
-    scored = _finite(Scored(cases, tries))
     lost = scored.lost
     if not scorer.is_batch or not lost or len(lost) == len(scored.by_case):
         return []
     alone = [replace(one, outcome=None) for one in scored.by_case[lost[0]]]
     scorer.score(alone)
-    if _finite(Scored(cases, alone)).lost:
+    if _finite(Scored(scored.cases, alone)).lost:
         return []
     text = "scores an answer otherwise when answers to other rows are in the same call: it looks at another row's truth"
-    return [Finding("error", SUBJECT, text, "Take the ground truth of each answer from its own entry of the list")]
+    return [Finding("error", REWARD, text, "Take the ground truth of each answer from its own entry of the list")]
 
 
 def _account(scored: Scored, say: Callable[[str], None]) -> None:
@@ -221,7 +230,7 @@ def _not_finite(scored: Scored) -> list[Finding]:
     kinds = ", ".join(dict.fromkeys(one.kind for one in odd))
     count = f"{len(odd)} of {len(scored.tries)} answers ({kinds})"
     text = f"gives {odd[0].score} as `overall` for {count}, as {odd[0].text[-80:]!r}"
-    return [Finding("warning", SUBJECT, text, "Return a number for every answer; a run leaves out such answers")]
+    return [Finding("warning", REWARD, text, "Return a number for every answer; a run leaves out such answers")]
 
 
 def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> list[Finding]:
@@ -237,7 +246,8 @@ def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> li
         last = outcome.traceback.strip().splitlines()[-1:] if outcome.traceback else []
         everywhere = len(failed) == len(tries)
         kinds = "all that were tried" if everywhere else ", ".join(dict.fromkeys(one.kind for one in failed))
-        level = "error" if config.worker.reward.on_error == "raise" or len(failed) > 0.1 * len(tries) else "warning"
+        grave = config.worker.reward.on_error == "raise" or len(failed) > 0.1 * len(tries)
+        level: Level = "error" if grave else "warning"
         message = f"{text} on {len(failed)} of {len(tries)} answers ({kinds}), as {failed[0].text[-80:]!r}"
         if last and last[0].strip() not in message:
             message += f": {last[0].strip()}"
@@ -245,7 +255,7 @@ def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> li
             message += f" (this check waits {TIME_LIMIT:g} s for an answer)"
         cure = outcome.cure or _cure_of_failure(kind, everywhere)
         rows = () if everywhere else tuple(sorted({cases[one.case].prompt.row_index for one in failed}))
-        findings.append(Finding(level, SUBJECT, message, cure, rows if len(rows) < len(cases) else ()))  # type: ignore[arg-type]
+        findings.append(Finding(level, REWARD, message, cure, rows if len(rows) < len(cases) else ()))
     return findings[:5]
 
 
@@ -271,7 +281,7 @@ def _slow(scorer: Scorer, timed: Sequence[Try], config: Config) -> list[Finding]
         'Make it quicker, or REWARD_TYPE = "sequential" with more worker.reward.num_cpus; a function that waits for a '
         "server can be `async def` (worker.reward.concurrency)"
     )
-    return [Finding("warning", SUBJECT, text, cure)]
+    return [Finding("warning", REWARD, text, cure)]
 
 
 def _of_lengths(config: Config, cases: Sequence[Case], count: Callable[[str], int]) -> list[Finding]:
@@ -279,7 +289,7 @@ def _of_lengths(config: Config, cases: Sequence[Case], count: Callable[[str], in
     limit = config.data.max_response_length
     most = 0
     for case in cases[:FULLY]:
-        for form in case.forms()[:1]:
+        for form in case.forms[:1]:
             for content in case.contents[:1]:
                 text = form.write(content)
                 most = max(most, min(count(text), len(text) // 3))
@@ -288,8 +298,8 @@ def _of_lengths(config: Config, cases: Sequence[Case], count: Callable[[str], in
         return []
     asked = cases[0].asked.describe()
     text = f"{limit} tokens cannot hold what the prompt asks for ({asked}): a short answer takes {most}"
-    level = "error" if most > limit else "warning"
-    return [Finding(level, "data.max_response_length", text, "Raise it, or ask for less in the prompt")]  # type: ignore[arg-type]
+    level: Level = "error" if most > limit else "warning"
+    return [Finding(level, "data.max_response_length", text, "Raise it, or ask for less in the prompt")]
 
 
 def _of_kwargs(config: Config) -> list[Finding]:

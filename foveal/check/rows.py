@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from foveal.check.kinds import Faults
@@ -120,3 +121,8 @@ def _kind(answer: Any) -> str:
         return "truth value"
     names = {str: "text", int: "number", float: "number", list: "list", tuple: "list", dict: "mapping"}
     return names.get(type(answer), type(answer).__name__)
+
+
+def spread(rows: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of the rows, evenly spread, the first among them."""
+    return [rows[index * len(rows) // most] for index in range(most)] if len(rows) > most else rows

@@ -11,11 +11,10 @@ import numpy as np
 
 from foveal.check.tries import Case, Try
 from foveal.config.schema_reward import RewardConfig
-from foveal.errors import RewardError
 from foveal.reward.contract import Failure, Outcome
-from foveal.reward.part import RewardPart, make_parts, weighted
+from foveal.reward.part import RewardPart, parts_for, start_parts, weighted
 from foveal.reward.sample import RewardSample, samples_of
-from foveal.types import Group, Prompt, Response
+from foveal.types import Group, Response
 
 TIME_LIMIT = 3.0
 """Seconds for one answer, where `worker.reward.time_limit` is longer."""
@@ -55,13 +54,7 @@ class Scorer:
 
     def __enter__(self) -> Self:
         """Loads the functions; RewardError if one cannot be."""
-        self._parts = make_parts(self.config)
-        try:
-            for part in self._parts:
-                part.start()
-        except BaseException:
-            self.__exit__()
-            raise
+        self._parts = start_parts(self.config)
         self._deadline = time.monotonic() + DEADLINE
         return self
 
@@ -130,7 +123,7 @@ class Scorer:
             case, own = self.cases[place], list(of_row)
             group = Group(case.prompt, [self._response(one) for one in own])
             made = samples_of(group, case.text, 0)
-            for part in self._parts_for(case.prompt):
+            for part in parts_for(self._parts, case.prompt, self.config.route_by):
                 part.add(made)
             samples += zip(own, made, strict=True)
         for index, (_, sample) in enumerate(samples):
@@ -153,19 +146,6 @@ class Scorer:
         ids = np.zeros(length, np.int64)
         finish = "length" if one.kind in ("long without end", "cut off") else "stop"
         return Response(ids, np.zeros(length, np.float32), finish, one.text)  # type: ignore[arg-type]
-
-    def _parts_for(self, prompt: Prompt) -> list[RewardPart]:
-        column = self.config.route_by
-        if column is None:
-            return self._parts
-        if column not in prompt.row:
-            raise RewardError(f"worker.reward.route_by: row {prompt.row_index} has no column {column!r}")
-        value = str(prompt.row[column])
-        parts = [part for part in self._parts if not part.only_for or value in part.only_for]
-        if not parts:
-            row = f"row {prompt.row_index}, whose {column!r} is {value!r}"
-            raise RewardError(f"worker.reward.functions: none scores {row}")
-        return parts
 
 
 def _sum(sample: RewardSample, weights: dict[str, float]) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foveal.check.answers import as_number, contents, shown_number, unwrap
@@ -68,6 +69,7 @@ class Case:
     def truth(self) -> Any:
         return self.prompt.answer
 
+    @cached_property
     def forms(self) -> list[Form]:
         return asked_forms(self.asked)
 
@@ -113,7 +115,7 @@ def all_tries(place: int, case: Case, limit: int) -> Iterator[Try]:
     def one(kind: str, form: str, content: str, text: str, length: int | None = None) -> Try:
         return Try(place, kind, form, content, text.removeprefix(case.prefix), length)
 
-    forms = case.forms()
+    forms = case.forms
     for form in forms:
         for content in case.contents[:4]:
             yield one("right", form.name, content, form.write(content))
@@ -169,7 +171,7 @@ def plain_tries(place: int, case: Case, limit: int) -> Iterator[Try]:
 
 def few_tries(place: int, case: Case, form: str) -> Iterator[Try]:
     """The right answers in one form and a wrong one: what tells whether a row's truth can be reached."""
-    found = next((one for one in case.forms() if one.name == form), case.forms()[0])
+    found = next((one for one in case.forms if one.name == form), case.forms[0])
     for content in case.contents[:4]:
         yield Try(place, "right", found.name, content, found.write(content).removeprefix(case.prefix))
     for content in case.wrong[:1]:

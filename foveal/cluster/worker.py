@@ -345,9 +345,8 @@ class Worker:
         sizes: Sequence[int] | None = None,
     ) -> Metrics:
         """One trainer step; the engine samples with the new weights from then on. `sizes` as in `Policy.update`."""
-        exact_kl = self.config.algorithm.kl_in_loss and self.config.algorithm.kl_penalty == "full"
         needed: list[Part] = ["actor", "actor optimizer"]
-        if exact_kl:
+        if self.config.algorithm.exact_kl_in_loss:
             needed.append("reference")
         self._fetch(*needed)
         passes = self.config.worker.actor.ppo_epochs

@@ -45,14 +45,14 @@ def missing(config: Config, *, scored: bool = True) -> list[str]:
 def unsupported(config: Config) -> list[str]:
     """A line for each thing that the configuration asks for and this version does not do yet."""
     lines = []
-    for role in _trained_roles(config):
+    for role in trained_roles(config):
         for key in (f"{role}.fsdp.torch_dtype", f"{role}.fsdp.mp_param_dtype"):
             if config.value(key) == "fp16":
                 lines.append(f"{key}=fp16: small gradients vanish in it without loss scaling; set {key}=bf16")
     return lines
 
 
-def _trained_roles(config: Config) -> list[str]:
+def trained_roles(config: Config) -> list[str]:
     """The sections of the models that the run trains."""
     if config.trainer.val_only:
         return []
@@ -86,7 +86,7 @@ def remarks(config: Config) -> list[str]:
     lines = [
         f"{role}.fsdp.torch_dtype=bf16 with {role}.optim.strategy=adamw rounds most steps of a small learning rate "
         f"away; {role}.optim.strategy=adamw_bf16 rounds them stochastically"
-        for role in _trained_roles(config)
+        for role in trained_roles(config)
         if config.value(f"{role}.fsdp.torch_dtype") == "bf16"
         and config.value(f"{role}.optim.strategy") == "adamw"
         and not config.value(f"{role}.model.lora.rank")  # adapters are float32
@@ -147,7 +147,7 @@ def _no_effect_of_training(config: Config) -> Iterator[tuple[str, tuple[str, ...
         names = ("micro_batch_size_per_device_for_update", "micro_batch_size_per_device_for_experience")
         reason = f"worker.actor.token_budget is {budget}, not easyr1"
         yield reason, tuple(f"worker.{role}.{name}" for role in ("actor", "critic") for name in names)
-    for role in _trained_roles(config):
+    for role in trained_roles(config):
         for part in ("vision", "projector"):
             if part in config.value(f"{role}.model").frozen_parts:
                 yield f"{role}.model: the {part} part is frozen", (f"{role}.optim.lr_{part}",)
@@ -311,7 +311,7 @@ def _module_patterns(config: Config) -> Iterator[BrokenRule]:
 
 
 def _optimizers(config: Config) -> Iterator[BrokenRule]:
-    for role in _trained_roles(config):
+    for role in trained_roles(config):
         strategy, dtype = f"{role}.optim.strategy", f"{role}.fsdp.torch_dtype"
         if config.value(strategy) == "adamw_bf16" and config.value(dtype) == "fp32":
             yield BrokenRule(
@@ -334,8 +334,8 @@ def _all_frozen(config: Config) -> Iterator[BrokenRule]:
 def _batches(config: Config) -> Iterator[BrokenRule]:
     """A step holds whole optimizer steps. Devices do not matter: groups are spread unevenly where they must be."""
     batch = config.data.rollout_batch_size
-    for role in ("actor", "critic") if config.algorithm.uses_critic else ("actor",):
-        key = f"worker.{role}.global_batch_size"
+    for role in trained_roles(config):
+        key = f"{role}.global_batch_size"
         part = config.value(key)
         if batch % part:
             below = batch // part * part

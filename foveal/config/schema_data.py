@@ -201,6 +201,11 @@ class AlgorithmConfig(Section):
         return not self.disable_kl and self.use_kl_loss
 
     @property
+    def exact_kl_in_loss(self) -> bool:
+        """Whether the loss takes the KL over the whole vocabulary, for which the reference's logits are needed too."""
+        return self.kl_in_loss and self.kl_penalty == "full"
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether the KL is taken from the reward of each token rather than added to the loss."""
         return not self.disable_kl and not self.use_kl_loss

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from foveal.data.rows import count
 from foveal.errors import DataError
 from foveal.types import IntArray, Prompt
 
@@ -42,9 +43,8 @@ def check_prompt(prompt: Prompt, processing: Processing) -> None:
         placeholders, expanded = prompt.token_ids.count(token_id), prompt.expanded_ids.count(token_id)
         if not (placeholders == media == len(grids) and expanded == tokens and rows == patches):
             raise DataError(
-                f"{where}: {media} {kind}{'' if media == 1 else 's'}, {placeholders} placeholders, grids of "
-                f"{len(grids)}; {expanded} {kind} tokens, {tokens} features; {rows} patches, {patches} in the grids. "
-                f"Each must agree. {MISFIT}"
+                f"{where}: {count(media, kind)}, {placeholders} placeholders, grids of {len(grids)}; {expanded} {kind} "
+                f"tokens, {tokens} features; {rows} patches, {patches} in the grids. Each must agree. {MISFIT}"
             )
     media_without = [medium.name for medium in prompt.media if medium.kind not in processing.placeholders]
     if media_without:

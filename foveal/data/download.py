@@ -7,7 +7,6 @@ import os
 import re
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from http.client import HTTPException, InvalidURL
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,8 @@ def read_glob(pattern: str, split: str | None, source: str) -> Rows:
             f"{source}: no data file matches {pattern} (looked for from {Path.cwd()}); readable are "
             f"{', '.join(sorted(EXTENSIONS))}."
         )
-    fixed = Path(*(part for part in Path(pattern).parent.parts if not glob.has_magic(part)))
-    by_split = _by_split(files, fixed if all(path.is_relative_to(fixed) for path in files) else Path())
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parent.parts))
+    by_split = _by_split(files, fixed)
     if split is None and len(by_split) == 1:
         split = next(iter(by_split))
     return _read_files(_chosen(by_split, split or "train", f"the files that match {pattern}", pattern), source)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CHATS = ("conversations", "messages")
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+"""The columns of Alpaca's rows by LLaMA-Factory's names."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,14 @@ def guess_layout(rows: Rows, data: DataConfig) -> Layout | None:
     has = set(rows.columns)
     candidates = {"images": (data.image_key, *IMAGES), "videos": (data.video_key, *VIDEOS)}
     media = {name: column for name, columns in candidates.items() if (column := _first(columns, has))}
-    if data.prompt_key in has:
-        # A chat that holds its own answer; other prompts without an answer column are a mistake.
-        if data.answer_key in has or not is_chat(_first_row(rows).get(data.prompt_key)):
-            return None
-        return Layout("sharegpt", {"messages": data.prompt_key, "system": "system", **media})
-    chat = _first(CHATS, has)
+    # A chat may hold its own answer; other prompts without an answer column are a mistake.
+    if data.prompt_key in has and (data.answer_key in has or not is_chat(_first_row(rows).get(data.prompt_key))):
+        return None
+    chat = _first((data.prompt_key, *CHATS), has)
     if chat is not None:
         return Layout("sharegpt", {"messages": chat, "system": "system", **media})
     if {"instruction", "output"} <= has:
-        names = {"prompt": "instruction", "query": "input", "response": "output"}
-        return Layout("alpaca", {**names, "history": "history", "system": "system", **media})
+        return Layout("alpaca", {**ALPACA, "history": "history", "system": "system", **media})
     return None
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -76,8 +76,8 @@ class Lengths:
         files = list(self._files)
         pieces = [files[start : start + STAT_PIECE] for start in range(0, len(files), STAT_PIECE)]
         with ThreadPoolExecutor(8) as pool:  # on a network's disk each look waits
-            flags = pool.map(lambda piece: [stamp(file[0]) != file for file in piece], pieces)
-            changed = {file for piece, own in zip(pieces, flags, strict=True) for file in _marked(piece, own)}
+            found = pool.map(lambda piece: [file for file in piece if stamp(file[0]) != file], pieces)
+            changed = {file for piece in found for file in piece}
         if not changed:
             return
         rows = {row for row, number in self._used_by if files[number] in changed}
@@ -157,7 +157,3 @@ def _remove_unused(folder: Path) -> None:
     for path in folder.iterdir():
         if path.suffix in {".npz", ".tmp"} and time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
             path.unlink()
-
-
-def _marked(items: Sequence[FileStamp], flags: Sequence[bool]) -> list[FileStamp]:
-    return [item for item, flag in zip(items, flags, strict=True) if flag]

@@ -102,7 +102,7 @@ def _look(builder: PromptBuilder, row: int) -> _Good | Measured:
             try:
                 builder.processing.visual_tokens(size)
             except ValueError as error:
-                raise refused_size(medium, size, error) from error
+                raise refused_size(medium.name, size, error) from error
         kinds = [medium.kind for medium in draft.media]
         seen = Measured(row, images=kinds.count("image"), videos=kinds.count("video"), files=files)
         return _Good(seen, draft.text, sizes)

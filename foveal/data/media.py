@@ -56,7 +56,7 @@ class MediaSource:
         return to_media(self.place, self.name, self.kind)
 
 
-def refused_size(source: MediaSource, size: MediaSize, error: ValueError) -> PictureError:
-    """For a size that the model's processor does not take."""
+def refused_size(name: str, size: MediaSize, error: ValueError) -> PictureError:
+    """For a picture or video of a size that the model's processor does not take."""
     height, width = size.size if isinstance(size, VideoHeader) else size
-    return PictureError(f"{source.name}: {width}x{height}: {error}")
+    return PictureError(f"{name}: {width}x{height}: {error}")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foveal.data.feature_cache import FeatureCache
-from foveal.data.images import PictureError, Size, decode_image
-from foveal.data.media import MediaSize
+from foveal.data.images import Size, decode_image
+from foveal.data.media import MediaSize, refused_size
 from foveal.data.video import VideoHeader
 from foveal.data.video_rule import VideoRule, bound_video_pixels
 from foveal.errors import DataError, ModelError
@@ -179,12 +179,14 @@ class Processing:
         Raises:
             PictureError: one cannot be decoded, or is of a size that the processor refuses.
         """
-        images = [decode_image(one.data, one.name, self._model_size()) for one in media if one.kind == "image"]
-        for image, medium in zip(images, (one for one in media if one.kind == "image"), strict=True):
+        media = [one for one in media if one.kind == "image"]
+        images = [decode_image(one.data, one.name, self._model_size()) for one in media]
+        for image, medium in zip(images, media, strict=True):
+            size = (image.height, image.width)
             try:
-                self.visual_tokens((image.height, image.width))
+                self.visual_tokens(size)
             except ValueError as error:
-                raise PictureError(f"{medium.name}: {image.width}x{image.height}: {error}") from error
+                raise refused_size(medium.name, size, error) from error
         return images
 
     def count_tokens(self, texts: Sequence[str], sizes: Sequence[Sequence[MediaSize]]) -> list[int]:

@@ -16,7 +16,7 @@ from foveal.data.images import PictureError, media_values
 from foveal.data.media import MediaSize, MediaSource
 from foveal.data.messages import Message, media_inside, read_messages, up_to_question
 from foveal.data.processing import Processing
-from foveal.data.rows import Rows
+from foveal.data.rows import Rows, count
 from foveal.errors import DataError, ModelError
 from foveal.types import Prompt
 
@@ -92,7 +92,7 @@ class PromptBuilder:
             if values and kind not in self.processing.placeholders:
                 takes = "pictures but no videos" if self.processing.placeholders else "text only"
                 raise ModelError(
-                    f"{place} has {_count(len(values), kind)}, but the model takes {takes} (model type "
+                    f"{place} has {count(len(values), kind)}, but the model takes {takes} (model type "
                     f"{self.processing.model_type!r}). Use a vision-language model, or data without {key!r}."
                 )
         text = self._render(messages, place)
@@ -184,7 +184,7 @@ class PromptBuilder:
                     f"or change the row or data.format_prompt so that the two agree."
                 )
             raise DataError(
-                f"{place}: {_count(marks.count(kind), f'<{kind}> mark')}, {_count(given[kind], kind)}. {cure}"
+                f"{place}: {count(marks.count(kind), f'<{kind}> mark')}, {count(given[kind], kind)}. {cure}"
             )
         return marks
 
@@ -211,7 +211,3 @@ def _downloaded(value: Any) -> Any:
         return {**value, "frames": _downloaded(value["frames"])}
     address = value.get("path") if isinstance(value, dict) and not value.get("bytes") else value
     return fetch(address, MOST_BYTES) if is_url(address) else value
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

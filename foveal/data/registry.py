@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from foveal.data.hub import uses_modelscope
-from foveal.data.layouts import Layout
+from foveal.data.layouts import ALPACA, Layout
 from foveal.data.messages import ROLES
 from foveal.errors import DataError
 
 REGISTRY = "dataset_info.json"
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 TAGS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
 
 

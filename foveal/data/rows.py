@@ -118,7 +118,6 @@ class Mixture(Rows):
         picked = [_weighted(len(rows), weight, rows.source) for rows, weight in parts]
         self._part = np.repeat(np.arange(len(parts)), [len(rows) for rows in picked])
         self._row = np.concatenate(picked)
-        self._change = None
         self.columns = list(dict.fromkeys(column for rows in self._parts for column in rows.columns))
         self.source = " + ".join(rows.source if weight == 1 else f"{rows.source}*{weight:g}" for rows, weight in parts)
 
@@ -139,21 +138,23 @@ class Mixture(Rows):
         known = [rows.identity for rows in self._parts]
         return "\n".join([*known, self.source]) if all(known) else ""
 
-    def cut(self, start: int, stop: int) -> None:
-        self._part, self._row = self._part[start:stop], self._row[start:stop]
-
     def require(self, column: str, key: str) -> None:
         """Raises DataError if a source has no row with `column`."""
         for rows in self._parts:
             rows.require(column, key)
 
 
+def count(number: int, noun: str) -> str:
+    """For messages: "1 row", "2 rows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _weighted(total: int, weight: float, source: str) -> np.ndarray:
     """Numbers of `weight * total` rows: all of them as often as fits, then some evenly spread."""
-    count = round(total * weight)
-    if not count:
+    wanted = round(total * weight)
+    if not wanted:
         raise DataError(f"{source}: none of its {total} rows is left with the weight {weight:g}. Raise it.")
-    whole, rest = divmod(count, total)
+    whole, rest = divmod(wanted, total)
     return np.concatenate([np.tile(np.arange(total), whole), np.arange(rest) * total // max(rest, 1)])
 
 

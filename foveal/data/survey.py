@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from foveal.data.images import PictureError
 from foveal.data.length_cache import Lengths, cache_path
 from foveal.data.measure import measure_all
 from foveal.data.prompts import PromptBuilder
-from foveal.data.rows import Rows
+from foveal.data.rows import Rows, count
 from foveal.errors import DataError, FovealError
 from foveal.track.console import phase
 
@@ -37,13 +37,13 @@ class Survey:
         unreadable: the reason for each row with a missing or unreadable picture.
     """
 
-    usable: list[int] = field(default_factory=list)
-    with_images: int = 0
-    with_videos: int = 0
-    text_only: int = 0
-    most_images: int = 0
-    too_long: list[tuple[int, int, int]] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    usable: list[int]
+    with_images: int
+    with_videos: int
+    text_only: int
+    most_images: int
+    too_long: list[tuple[int, int, int]]
+    unreadable: list[str]
 
 
 def survey(builder: PromptBuilder, split: str) -> Survey:
@@ -105,7 +105,7 @@ def report(found: Survey, data: DataConfig, rows: Rows, split: str) -> list[str]
     kinds = [f"{found.with_images} with images"]
     kinds += [f"{found.with_videos} with videos"] if found.with_videos else []
     kinds.append(f"{found.text_only} text only")
-    lines = [f"{split}: {_rows(len(found.usable))} from {rows.source} ({', '.join(kinds)})"]
+    lines = [f"{split}: {count(len(found.usable), 'row')} from {rows.source} ({', '.join(kinds)})"]
     if found.too_long:
         lines.append(f"{split}: {_too_long(found, data, rows)}")
     if found.unreadable:
@@ -117,7 +117,7 @@ def left_out(found: Survey, data: DataConfig, rows: Rows) -> list[str]:
     """Why each row that isn't used is not, with its number."""
     limit = f"data.max_prompt_length is {data.max_prompt_length}"
     too_long = [
-        f"{rows.name(row)}: {tokens} tokens with {images} image{'' if images == 1 else 's'}; {limit}"
+        f"{rows.name(row)}: {tokens} tokens with {count(images, 'image')}; {limit}"
         for row, tokens, images in found.too_long
     ]
     return too_long + found.unreadable
@@ -141,19 +141,19 @@ def _stop_if_refused(found: Survey, data: DataConfig, rows: Rows) -> None:
 
 def _too_long(found: Survey, data: DataConfig, rows: Rows) -> str:
     shown = ", ".join(
-        f"{rows.name(row)} ({tokens} tokens, {images} image{'' if images == 1 else 's'})"
+        f"{rows.name(row)} ({tokens} tokens, {count(images, 'image')})"
         for row, tokens, images in found.too_long[:SHOWN]
     )
-    more = ", …" if len(found.too_long) > SHOWN else ""
-    count = len(found.too_long)
-    verb = "dropped as" if data.filter_overlong_prompts else "is" if count == 1 else "are"
-    return f"{count} of {_rows(len(rows))} {verb} longer than {data.max_prompt_length} tokens: {shown}{more}"
+    number = len(found.too_long)
+    more = ", …" if number > SHOWN else ""
+    verb = "dropped as" if data.filter_overlong_prompts else "is" if number == 1 else "are"
+    return f"{number} of {count(len(rows), 'row')} {verb} longer than {data.max_prompt_length} tokens: {shown}{more}"
 
 
 def _unreadable(found: Survey, total: int) -> str:
     shown = "; ".join(found.unreadable[:SHOWN]) + ("; …" if len(found.unreadable) > SHOWN else "")
     verb = "has an unreadable picture" if len(found.unreadable) == 1 else "have unreadable pictures"
-    return f"{len(found.unreadable)} of {_rows(total)} {verb}: {shown}"
+    return f"{len(found.unreadable)} of {count(total, 'row')} {verb}: {shown}"
 
 
 def _with_others(message: str, wrong: list[int], rows: Rows) -> str:
@@ -162,10 +162,6 @@ def _with_others(message: str, wrong: list[int], rows: Rows) -> str:
     shown = ", ".join(rows.name(row).removeprefix("row ") for row in wrong[: SHOWN * 4])
     more = ", …" if len(wrong) > SHOWN * 4 else ""
     return (
-        f"{message}\n{len(wrong)} of {_rows(len(rows))} are wrong: rows {shown}{more}. `foveal check` lists each with "
-        f"its fault."
+        f"{message}\n{len(wrong)} of {count(len(rows), 'row')} are wrong: rows {shown}{more}. `foveal check` lists "
+        f"each with its fault."
     )
-
-
-def _rows(number: int) -> str:
-    return f"{number} row{'' if number == 1 else 's'}"

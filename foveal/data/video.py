@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from foveal.data.images import MAX_PIXELS, PictureError, Size, decode_image, locate, media_path, picture_size
+from foveal.data.images import MAX_PIXELS, PictureError, Size, decode_image, locate, media_path, picture_size, to_media
 from foveal.errors import DataError
 
 MAX_FRAMES = 250_000
@@ -105,12 +105,28 @@ def pack_stills(stills: Stills, name: str) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.comment = json.dumps({"fps": stills.fps}).encode()
         for number, frame in enumerate(stills.frames):
-            try:
-                data = frame if isinstance(frame, bytes) else frame.read_bytes()
-            except OSError as error:
-                raise PictureError(f"{name}, frame {number}: {error.strerror or error}") from error
+            data = to_media(frame, f"{name}, frame {number}").data
             archive.writestr(zipfile.ZipInfo(f"{number:08d}"), data)
     return buffer.getvalue()
+
+
+def unpack_stills(data: bytes, name: str) -> bytes | Stills:
+    """The pictures, as bytes, that `pack_stills` made one file of; any other video as it is.
+
+    Raises:
+        PictureError: an archive of another kind.
+    """
+    if not data.startswith(ZIP):
+        return data
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")
+            return Stills(
+                tuple(archive.read(entry) for entry in archive.infolist()), json.loads(archive.comment)["fps"]
+            )
+    except (ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise PictureError(f"{name}: an archive is no video; give a list of pictures, or a folder ({error})") from error
 
 
 def video_header(place: bytes | Path | Stills, name: str) -> VideoHeader:
@@ -119,8 +135,8 @@ def video_header(place: bytes | Path | Stills, name: str) -> VideoHeader:
     Raises:
         PictureError: not a video, damaged, or beyond `MAX_FRAMES` or `images.MAX_PIXELS`.
     """
-    if isinstance(place, bytes) and place.startswith(ZIP):
-        place = _unpack(place, name)
+    if isinstance(place, bytes):
+        place = unpack_stills(place, name)
     if isinstance(place, Stills):
         return VideoHeader(len(place.frames), place.fps, picture_size(place.frames[0], f"{name}, frame 0"))
     with _opened(place, name) as (container, stream):
@@ -141,18 +157,19 @@ def video_header(place: bytes | Path | Stills, name: str) -> VideoHeader:
 
 
 def read_frames(
-    data: bytes, name: str, indices: Sequence[int], reduce: Callable[[np.ndarray], np.ndarray]
+    place: bytes | Stills, name: str, indices: Sequence[int], reduce: Callable[[np.ndarray], np.ndarray]
 ) -> list[np.ndarray]:
     """Decodes the frames of these numbers (ascending, from 0, repeats allowed) to upright RGB.
 
     Args:
+        place: what `unpack_stills` makes of a video's bytes.
         reduce: brings a frame, (height, width, 3) uint8, to the size that it is used in, as soon as it is decoded: the
             video never lies in memory as a whole.
 
     Raises:
         PictureError: damaged, or cut: it ends well before the frames that its header promises.
     """
-    frames = _decoded_stills(data, name, indices) if data.startswith(ZIP) else _decoded(data, name, indices)
+    frames = _decoded_stills(place, name, indices) if isinstance(place, Stills) else _decoded(place, name, indices)
     found: list[np.ndarray] = []
     last = -1
     for last, frame in frames:
@@ -187,11 +204,10 @@ def _upright(frame: Any, name: str) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
 
 
-def _decoded_stills(data: bytes, name: str, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    frames = _unpack(data, name).frames
-    first = picture_size(frames[0], f"{name}, frame 0")
+def _decoded_stills(stills: Stills, name: str, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    first = picture_size(stills.frames[0], f"{name}, frame 0")
     for number in sorted(set(indices)):
-        frame = frames[number]
+        frame = stills.frames[number]
         assert isinstance(frame, bytes)
         pixels = np.array(decode_image(frame, f"{name}, frame {number}"))
         if pixels.shape[:2] != first:
@@ -227,18 +243,6 @@ def _opened(place: bytes | Path, name: str) -> Iterator[tuple[Any, Any]]:
         raise PictureError(f"{name}: not a video in a known format, or damaged: {error.strerror}") from error
     except OSError as error:
         raise PictureError(f"{name}: {error.strerror or error}") from error
-
-
-def _unpack(data: bytes, name: str) -> Stills:
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed")
-            return Stills(
-                tuple(archive.read(entry) for entry in archive.infolist()), json.loads(archive.comment)["fps"]
-            )
-    except (ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise PictureError(f"{name}: an archive is no video; give a list of pictures, or a folder ({error})") from error
 
 
 def _stills(frames: Sequence[bytes | Path], name: str, folder: Path | None = None) -> tuple[Stills, str]:

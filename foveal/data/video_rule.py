@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foveal.data.images import PictureError, Size
-from foveal.data.video import VideoHeader, read_frames, video_header
+from foveal.data.images import Size
+from foveal.data.media import refused_size
+from foveal.data.video import VideoHeader, read_frames, unpack_stills, video_header
 from foveal.types import Media
 
 if TYPE_CHECKING:
@@ -78,12 +79,13 @@ class VideoRule:
         from transformers.image_utils import SizeDict
         from transformers.video_processing_utils import BaseVideoProcessor
 
-        header = video_header(medium.data, medium.name)
+        place = unpack_stills(medium.data, medium.name)
+        header = video_header(place, medium.name)
         metadata = self._metadata(header)
         try:
             height, width = self._frame_size(header.size, len(metadata.frames_indices))
         except ValueError as error:
-            raise PictureError(f"{medium.name}: {header.size[1]}x{header.size[0]}: {error}") from error
+            raise refused_size(medium.name, header, error) from error
 
         def reduce(frame: np.ndarray) -> np.ndarray:
             pixels = torch.from_numpy(frame).permute(2, 0, 1).contiguous()[None]
@@ -95,7 +97,7 @@ class VideoRule:
             )
             return resized[0].numpy()
 
-        frames = read_frames(medium.data, medium.name, metadata.frames_indices, reduce)
+        frames = read_frames(place, medium.name, metadata.frames_indices, reduce)
         return torch.from_numpy(np.stack(frames)), metadata
 
     def _metadata(self, header: VideoHeader) -> Any:

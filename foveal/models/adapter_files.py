@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,16 +152,30 @@ def open_adapter(place: str, section: str) -> Adapter:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: cannot load the adapter's weights: {str(error).splitlines()[0]}") from error
-    weights = {}
-    for name in tensors:
-        path_of_module = name.removeprefix(PREFIX).removesuffix(_ENDS[0])
-        partner = name.removesuffix(_ENDS[0]) + _ENDS[1]
-        if name.endswith(_ENDS[0]) and partner in tensors:
-            weights[path_of_module] = (tensors[name], tensors[partner])
+    weights = pairs(tensors)
     if 2 * len(weights) != len(tensors):
         strange = next(name for name in tensors if name.removeprefix(PREFIX)[: -len(_ENDS[0])] not in weights)
         raise ModelError(f"{path}: {strange} is not one of the two weights of a linear layer's adapter.")
     return Adapter(info.place, info.base, info.rank, info.alpha, weights)
+
+
+def pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Module path → A (rank, in) and B (out, rank), of tensors under peft's names; any others are left out."""
+    found = {}
+    for name, a in tensors.items():
+        start = name.removesuffix(_ENDS[0])
+        if start != name and start + _ENDS[1] in tensors:
+            found[start.removeprefix(PREFIX)] = (a, tensors[start + _ENDS[1]])
+    return found
+
+
+def tensor_name(path: str, factor: str) -> str:
+    """The name that peft gives a weight of the adapter on the module at `path`.
+
+    Args:
+        factor: "lora_A" or "lora_B".
+    """
+    return f"{PREFIX}{path}.{factor}.weight"
 
 
 def peft_config(base: str | None, rank: int, alpha: float, targets: list[str]) -> dict[str, Any]:

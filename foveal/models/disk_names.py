@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 
 def names_in_module(model: Any) -> Callable[[str], tuple[str, str | None]]:
@@ -29,3 +31,15 @@ def names_in_module(model: Any) -> Callable[[str], tuple[str, str | None]]:
         return (name, None) if renamed not in state and name in state else (renamed, pattern)
 
     return in_module
+
+
+def first_names(state: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """`id` of a tensor → the first of its names, under which tied weights are saved.
+
+    Args:
+        state: `model.state_dict(keep_vars=True)`.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
+    return names

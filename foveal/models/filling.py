@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,8 +22,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from foveal.errors import ModelError
 from foveal.models.adapter_files import open_adapter
 from foveal.models.families import is_absent
-from foveal.models.loading import refuse_gaps
+from foveal.models.loading import readable_weights, refuse_gaps
 from foveal.models.lora import fill_adapters, is_factor
+from foveal.models.transfer import local
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -57,17 +58,14 @@ def fill_weights(
         if isinstance(step, WeightConverter):
             step.operations = [_of_shards(operation) for operation in step.operations]
     config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
-    try:
-        with ExitStack() as files:
-            slices: dict[str, Any] = {}
-            for path in weight_files(model_path):
-                file = files.enter_context(safe_open(path, framework="pt"))
-                slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
-            report, _ = convert_and_load_state_dict_in_model(model, slices, config)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
+    with readable_weights(model_path), ExitStack() as files:
+        slices: dict[str, Any] = {}
+        for path in weight_files(model_path):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+        report, _ = convert_and_load_state_dict_in_model(model, slices, config)
     missing = {name for name in report.missing_keys & trained.keys() if not is_factor(name)}
-    refuse_gaps(model_path, {"missing_keys": missing, "mismatched_keys": report.mismatched_keys}, section)
+    refuse_gaps(model_path, missing, report.mismatched_keys, section)
     if report.conversion_errors:
         name, fault = next(iter(report.conversion_errors.items()))
         raise ModelError(f"{model_path}: {name} does not fit the model: {str(fault).strip().splitlines()[-1]}")
@@ -115,7 +113,7 @@ class _TransposeShard(Transpose):
         [tensors] = input_dict.values()
         tensor: torch.Tensor = tensors[0] if isinstance(tensors, list) else tensors
         weight = kwargs["model"].get_parameter(kwargs["full_layer_name"])
-        shard = weight.to_local() if isinstance(weight, DTensor) else weight
+        shard = local(weight)
         if tensor.shape != shard.shape:
             tensor = tensor.transpose(self.dim0, self.dim1).contiguous()
         return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}

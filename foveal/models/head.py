@@ -56,13 +56,10 @@ class Head:
     factors: Factors | None = None
     scaling: float = 1.0
 
-    def logits(self, rows: slice, temperature: float, forbidden: torch.Tensor) -> torch.Tensor:
-        """(n, V) float32 logits of some tokens, at the sampling temperature, forbidden ids left out."""
+    def logits(self, rows: slice) -> torch.Tensor:
+        """(n, V) of some tokens, as the model makes them."""
         hidden = self.hidden[rows]
-        logits = add_product(F.linear(hidden, self.weight, self.bias), hidden, self.factors, self.scaling).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        return logits.index_fill(1, forbidden, _MASKED) if forbidden.numel() else logits
+        return add_product(F.linear(hidden, self.weight, self.bias), hidden, self.factors, self.scaling)
 
 
 def score_tokens(
@@ -87,9 +84,9 @@ def score_tokens(
         reference: the reference policy's head over the same tokens, for the exact KL.
         compiled: what follows the matrix products runs in one kernel, and no logits in float32 are made.
     """
-    if reference is not None or head.factors is not None:
-        return _by_autograd(head, targets, temperature, forbidden, with_entropy, reference)
     allowed = torch.ones(head.weight.shape[0], dtype=torch.bool, device=targets.device).index_fill(0, forbidden, False)
+    if reference is not None or head.factors is not None:
+        return _by_autograd(head, targets, allowed, temperature, with_entropy, reference)
     device = head.hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     size = _rows(head, "compiled" if compiled else device)
@@ -133,7 +130,9 @@ class _Scores(torch.autograd.Function):
         pieces = []
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(len(targets), size):
-                pieces.append(statistics(cast.chunk(rows), targets[rows], allowed, temperature, with_entropy))
+                pieces.append(
+                    statistics(_open_ended(cast.logits(rows)), targets[rows], allowed, temperature, with_entropy)
+                )
         found = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
         picked, normaliser = found[:2]
         ctx.save_for_backward(hidden, weight, bias, targets, allowed, normaliser, *found[2:])
@@ -157,7 +156,7 @@ class _Scores(torch.autograd.Function):
         for rows in _chunks(len(targets), size):
             of_entropy = None if by_entropy is None else (rest[0][rows], by_entropy[rows])
             known = targets[rows], allowed, normaliser[rows], by_logprob[rows]
-            slope = gradient(cast.chunk(rows), *known, of_entropy, temperature)
+            slope = gradient(_open_ended(cast.logits(rows)), *known, of_entropy, temperature)
             if of_hidden is not None:
                 of_hidden[rows] = slope @ cast.weight
             if of_weight is not None:
@@ -167,18 +166,9 @@ class _Scores(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, *[None] * 7
 
 
-class _Cast(Head):
+def _cast(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Head:
     """A head in the type that its product runs in."""
-
-    def chunk(self, rows: slice) -> torch.Tensor:
-        """(n, V) logits."""
-        logits = F.linear(self.hidden[rows], self.weight, self.bias)
-        torch._dynamo.maybe_mark_dynamic(logits, 0)
-        return logits
-
-
-def _cast(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> _Cast:
-    return _Cast(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _scaled(logits: torch.Tensor, allowed: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -191,13 +181,12 @@ def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, allowed: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, ...]:
     """(n,) each: the target's logit, log Σ exp over all, and the entropy where it is asked for."""
-    scaled = _scaled(logits, allowed, temperature)
-    picked = scaled.gather(1, targets.unsqueeze(1)).squeeze(1)
-    normaliser = scaled.logsumexp(1)
-    if not with_entropy:
-        return picked, normaliser
-    logprobs = scaled - normaliser.unsqueeze(1)
-    return picked, normaliser, -(logprobs.exp() * logprobs).sum(1)
+    return _measured(_scaled(logits, allowed, temperature), targets, with_entropy)
+
+
+def _measured(scaled: torch.Tensor, targets: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, ...]:
+    picked, normaliser = scaled.gather(1, targets.unsqueeze(1)).squeeze(1), scaled.logsumexp(1)
+    return (picked, normaliser, entropy(scaled)) if with_entropy else (picked, normaliser)
 
 
 def _gradient(
@@ -233,15 +222,20 @@ def _kernels(compiled: bool) -> tuple[Callable[..., tuple[torch.Tensor, ...]], C
     if not compiled:
         return _statistics, _gradient
     both = Compiled()
-    # The vocabulary stays a constant: only a chunk's length is left open (`_Cast.chunk`).
+    # The vocabulary stays a constant: only a chunk's length is left open (`_open_ended`).
     return both.wrap(_statistics, dynamic=None), both.wrap(_gradient, dynamic=None)
+
+
+def _open_ended(logits: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    return logits
 
 
 def _by_autograd(
     head: Head,
     targets: torch.Tensor,
+    allowed: torch.Tensor,
     temperature: float,
-    forbidden: torch.Tensor,
     with_entropy: bool,
     reference: Head | None,
 ) -> TokenScores:
@@ -254,15 +248,14 @@ def _by_autograd(
         factors: Factors | None,
         rows: slice,
     ) -> torch.Tensor:
-        logits = Head(hidden, weight, bias, factors, head.scaling).logits(slice(None), temperature, forbidden)
-        found = [logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - logits.logsumexp(1)]
-        if with_entropy:
-            found.append(entropy(logits))
+        logits = Head(hidden, weight, bias, factors, head.scaling).logits(slice(None))
+        scaled = _scaled(logits, allowed, temperature)
+        picked, normaliser, *found = _measured(scaled, targets[rows], with_entropy)
         if reference is not None:
             with torch.no_grad():
-                others = reference.logits(rows, temperature, forbidden)
-            found.append(kl_full(logits, others))
-        return torch.stack(found)
+                others = _scaled(reference.logits(rows), allowed, temperature)
+            found.append(kl_full(scaled, others))
+        return torch.stack([picked - normaliser, *found])
 
     inputs = [head.hidden, head.weight, *(head.factors or ())]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)

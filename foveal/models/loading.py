@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,10 +38,8 @@ def load_model(
         ModelError: unsupported family; weights that are absent, damaged, incomplete or of another shape; or an
             `override_config` key that the configuration lacks.
     """
-    from safetensors import SafetensorError
-
     auto, config = _architecture(model_path, trust_remote_code, override_config, section)
-    try:
+    with readable_weights(model_path):
         model, report = auto.from_pretrained(
             model_path,
             config=config,
@@ -49,9 +49,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # refused below, with their names
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
-    refuse_gaps(model_path, report, section)
+    refuse_gaps(model_path, report["missing_keys"], report["mismatched_keys"], section)
     prepare(model, device)
     model.to(device)
     return model
@@ -121,12 +119,26 @@ def _architecture(
     return AutoModelForImageTextToText if family.vision else AutoModelForCausalLM, config
 
 
-def refuse_gaps(model_path: str, report: dict[str, Any], section: str) -> None:
-    """transformers fills weights that it doesn't find with random numbers and goes on."""
-    mismatched = [name for name, *_ in report["mismatched_keys"]]
+@contextmanager
+def readable_weights(model_path: str) -> Iterator[None]:
+    """Within the block, weights that are absent or damaged raise ModelError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{model_path}: cannot load the weights: {str(error).splitlines()[0]}") from error
+
+
+def refuse_gaps(model_path: str, missing: Collection[str], mismatched: Iterable[tuple[Any, ...]], section: str) -> None:
+    """Raises ModelError where there are any: transformers fills weights that it doesn't find with random numbers.
+
+    Args:
+        missing, mismatched: as in transformers' report; mismatched ones have their name first.
+    """
     for fault, names in (
-        ("are missing", report["missing_keys"]),
-        ("have another shape than config.json says", mismatched),
+        ("are missing", missing),
+        ("have another shape than config.json says", [name for name, *_ in mismatched]),
     ):
         if names:
             listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from foveal.config.schema_model import LoraConfig
-from foveal.models.adapter_files import PREFIX, open_adapter, peft_config
+from foveal.models.adapter_files import open_adapter, peft_config, tensor_name
 from foveal.models.lora_targets import choose_targets, linear_layers, matches, short_names
 
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -215,7 +215,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Of a sharded model every process must ask; tensors that aren't sharded share memory with the parameters.
     """
     return {
-        f"{PREFIX}{name}.{attribute}.weight": whole(getattr(layer, attribute))
+        tensor_name(name, attribute): whole(getattr(layer, attribute))
         for name, layer in lora_layers(model).items()
         for attribute in FACTORS
     }

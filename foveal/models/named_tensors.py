@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from foveal.errors import ModelError
+from foveal.models.disk_names import first_names
 from foveal.models.lora import is_factor, lora_layers, merged, whole
 
 
@@ -105,12 +106,9 @@ class _Group:
 def _distinct_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The module's persistent state without adapters; a tied weight under its first name, which is the one that is
     saved."""
-    first_names: dict[int, str] = {}
     # FSDP2 puts back the shards that a forward left gathered when the state is asked for; `parameters()` does not.
     state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: state[name].detach() for name in first_names.values() if not is_factor(name)}
+    return {name: state[name].detach() for name in first_names(state).values() if not is_factor(name)}
 
 
 def _groups(model: nn.Module, names: Iterable[str]) -> dict[str, _Group]:

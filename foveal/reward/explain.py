@@ -26,13 +26,18 @@ def user_traceback(error: BaseException, file: str) -> str:
     while frame is not None and frame.tb_frame.f_code.co_filename != file:
         frame = frame.tb_next
     text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
-    return text if len(text) <= LONGEST_TRACEBACK else f"{text[:LONGEST_TRACEBACK]}…"
+    return clipped(text, LONGEST_TRACEBACK)
 
 
 def short_text(error: BaseException) -> str:
     """Type and message of `error`, also where its own `__str__` fails, cut to what a person reads."""
     text = traceback.format_exception_only(error)[-1].strip().removeprefix(f"{MODULE_NAME}.")
-    return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"
+    return clipped(text, LONGEST_ERROR)
+
+
+def clipped(text: str, most: int) -> str:
+    """The first `most` characters of `text`, and … where there were more."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def cure_for(error: BaseException) -> str:

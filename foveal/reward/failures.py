@@ -49,10 +49,14 @@ class FailureLog:
                 nothing else, so that it never ends the run by itself.
         """
         self._recent.append(failure.kind)
+        stops = self.config.on_error == "raise" and (failure.kind != "timeout" or part.info.kind == "batch")
+        if not stops and (part.name, failure.kind) in self._told:
+            return  # told before, and the account kept
         message = _explain(sample, failure, count)
-        if self.config.on_error == "raise" and (failure.kind != "timeout" or part.info.kind == "batch"):
-            raise RewardError(f"{part.spec.label} {message}\n{_cure(failure, part)}")
-        self._first.setdefault(failure.kind, f"{part.spec.label} {message}\n{_cure(failure, part)}")
+        account = f"{part.spec.label} {message}\n{_cure(failure, part)}"
+        if stops:
+            raise RewardError(account)
+        self._first.setdefault(failure.kind, account)
         self.tell_once(
             part,
             failure.kind,

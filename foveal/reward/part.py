@@ -7,11 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from foveal.config.schema_reward import RewardConfig
+from foveal.errors import RewardError
 from foveal.reward.contract import FunctionInfo, FunctionSpec, Outcome, Rewards
 from foveal.reward.loading import parse_spec
 from foveal.reward.pool import RewardPool
 from foveal.reward.process import GB, Call
 from foveal.reward.sample import RewardSample
+from foveal.types import Prompt
 
 MIN_BATCH_LIMIT = 2.0
 """Seconds that a call of a batch function has at least, however few its answers."""
@@ -111,6 +113,51 @@ def make_parts(config: RewardConfig) -> list[RewardPart]:
         spec = _with_limits(parse_spec(one.function, one.kwargs, f"functions.{name}.function"), config)
         parts.append(RewardPart(config, spec, name, one.weight, tuple(one.only_for)))
     return parts
+
+
+def start_parts(config: RewardConfig) -> list[RewardPart]:
+    """The functions that `worker.reward` names, each loaded in its first process; none is left where one cannot be.
+
+    Raises:
+        RewardError: a file, a function, its arguments or its declarations are wrong.
+    """
+    parts = make_parts(config)
+    try:
+        for part in parts:
+            part.start()
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+    return parts
+
+
+def parts_for(parts: list[RewardPart], prompt: Prompt, column: str | None) -> list[RewardPart]:
+    """Those of the started functions that score the answers to `prompt`.
+
+    Args:
+        column: `worker.reward.route_by`.
+
+    Raises:
+        RewardError: no function scores its row.
+    """
+    assert parts, "call start() first"
+    if column is None:
+        return parts
+    if column not in prompt.row:
+        raise RewardError(
+            f"worker.reward.route_by: row {prompt.row_index} has no column {column!r}; it has "
+            f"{', '.join(prompt.row) or 'none'}"
+        )
+    value = str(prompt.row[column])
+    found = [part for part in parts if not part.only_for or value in part.only_for]
+    if not found:
+        known = sorted({value for part in parts for value in part.only_for})
+        raise RewardError(
+            f"worker.reward.functions: none scores row {prompt.row_index}, whose {column!r} is {value!r}; their "
+            f"only_for hold {', '.join(known)}. Add {value!r} to one of them, or a function without only_for"
+        )
+    return found
 
 
 def _with_limits(spec: FunctionSpec, config: RewardConfig) -> FunctionSpec:

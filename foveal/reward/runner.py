@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from foveal.config.schema_reward import RewardConfig
-from foveal.errors import RewardError
 from foveal.reward.contract import Failure, Rewards
 from foveal.reward.failures import FailureLog
-from foveal.reward.part import RewardPart, make_parts, weighted
+from foveal.reward.part import RewardPart, parts_for, start_parts, weighted
 from foveal.reward.sample import RewardSample, samples_of
 from foveal.types import Group, Metrics, Prompt
 
@@ -52,17 +51,8 @@ class RewardRunner:
         Raises:
             RewardError: a file, a function, its arguments or its declarations are wrong.
         """
-        if self._parts:
-            return
-        parts = make_parts(self.config)
-        try:
-            for part in parts:
-                part.start()
-        except BaseException:
-            for part in parts:
-                part.close()
-            raise
-        self._parts = parts
+        if not self._parts:
+            self._parts = start_parts(self.config)
 
     def submit(self, group: Group) -> None:
         """Adds the responses of `group` to the round; baseline ones are scored too.
@@ -71,7 +61,7 @@ class RewardRunner:
             RewardError: no function scores its row.
         """
         samples = samples_of(group, self._text(group.prompt), self.step)
-        parts = self._parts_for(group.prompt)
+        parts = parts_for(self._parts, group.prompt, self.config.route_by)
         self._groups.append((group, samples))
         for part in parts:
             part.add(samples)
@@ -133,26 +123,6 @@ class RewardRunner:
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self.config.skip_special_tokens))
-
-    def _parts_for(self, prompt: Prompt) -> list[RewardPart]:
-        assert self._parts, "call start() first"
-        column = self.config.route_by
-        if column is None:
-            return self._parts
-        if column not in prompt.row:
-            raise RewardError(
-                f"worker.reward.route_by: row {prompt.row_index} has no column {column!r}; it has "
-                f"{', '.join(prompt.row) or 'none'}"
-            )
-        value = str(prompt.row[column])
-        parts = [part for part in self._parts if not part.only_for or value in part.only_for]
-        if not parts:
-            known = sorted({value for part in self._parts for value in part.only_for})
-            raise RewardError(
-                f"worker.reward.functions: none scores row {prompt.row_index}, whose {column!r} is {value!r}; their "
-                f"only_for hold {', '.join(known)}. Add {value!r} to one of them, or a function without only_for"
-            )
-        return parts
 
     def _numbered(self, order: Sequence[Group]) -> list[RewardSample]:
         """All samples of the round, numbered in the order of the groups in `order`."""

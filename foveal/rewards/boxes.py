@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from foveal.rewards.reading import place_of_answer, with_form
+from foveal.rewards.reading import answer_in, with_form
 
 REWARD_NAME = "boxes"
 REWARD_TYPE = "sequential"
@@ -30,8 +30,7 @@ def iou(
         threshold: from which the accuracy is 1, and below it 0; None: the accuracy is the IoU itself.
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    mine, right = boxes_in(response if given is None else given), boxes_in(reward_input["ground_truth"])
+    mine, right = boxes_in(answer_in(response)), boxes_in(reward_input["ground_truth"])
     pairs = sorted(((box_iou(a, b), i, j) for i, a in enumerate(mine) for j, b in enumerate(right)), reverse=True)
     used_mine: set[int] = set()
     used_right: set[int] = set()
@@ -60,8 +59,7 @@ def point(
         size: with a point as truth, the distance at which a falling score reaches 0, in place of `radius`.
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    mine = _numbers(response if given is None else given)
+    mine = _numbers(answer_in(response))
     right = _numbers(reward_input["ground_truth"])
     accuracy = 0.0
     if len(mine) == 2 and len(right) == 4:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from foveal.rewards.reading import place_of_answer, with_form
+from foveal.rewards.reading import answer_in, with_form
 
 REWARD_NAME = "choice"
 REWARD_TYPE = "sequential"
@@ -26,8 +26,7 @@ def compute_score(
         partial: several letters score the F1 of the two sets, not all or nothing.
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    mine, right = letters(response if given is None else given), letters(reward_input["ground_truth"])
+    mine, right = letters(answer_in(response)), letters(reward_input["ground_truth"])
     accuracy = float(bool(right) and mine == right)
     if partial and mine and right:
         accuracy = 2 * len(mine & right) / (len(mine) + len(right))

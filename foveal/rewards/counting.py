@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foveal.rewards.reading import numbers_in, place_of_answer, with_form
+from foveal.rewards.reading import answer_in, numbers_in, with_form
 
 REWARD_NAME = "counting"
 REWARD_TYPE = "sequential"
@@ -21,8 +21,7 @@ def compute_score(
         near: most that a wrong count may get; 0: nothing.
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    numbers = numbers_in(response if given is None else given)
+    numbers = numbers_in(answer_in(response))
     truth = reward_input["ground_truth"]
     right = len(truth) if isinstance(truth, list | tuple) else next(iter(numbers_in(str(truth))), None)
     accuracy = 0.0

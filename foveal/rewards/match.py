@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import Any
 
-from foveal.rewards.reading import numbers_in, place_of_answer, with_form
+from foveal.rewards.reading import answer_in, numbers_in, with_form
 
 REWARD_NAME = "match"
 REWARD_TYPE = "sequential"
@@ -25,8 +25,7 @@ def exact(
         strict: they do count, all but blanks at the ends.
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    answer = response if given is None else given
+    answer = answer_in(response)
     truth = reward_input["ground_truth"]
     truths = truth if isinstance(truth, list | tuple) else [truth]
     same = str.strip if strict else plain
@@ -49,8 +48,7 @@ def number(
         tolerance, relative: the two may differ by `tolerance`, or by `relative` times the truth (0.05: ChartQA's).
     """
     response = reward_input["response"]
-    given = place_of_answer(response)
-    mine, right = _value(response if given is None else given), _value(str(reward_input["ground_truth"]))
+    mine, right = _value(answer_in(response)), _value(str(reward_input["ground_truth"]))
     close = mine is not None and right is not None and abs(mine - right) <= max(tolerance, relative * abs(right))
     return with_form(response, float(close), form, format_weight)
 

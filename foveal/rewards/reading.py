@@ -32,6 +32,12 @@ def place_of_answer(response: str) -> str | None:
     return lines[-1].strip() if lines else None
 
 
+def answer_in(response: str) -> str:
+    """What stands in the answer's place, else the whole response."""
+    given = place_of_answer(response)
+    return response if given is None else given
+
+
 def boxed(text: str) -> str | None:
     r"""What stands in the last `\boxed{…}`, braces counted; None without one, or with one that is not closed."""
     start = text.rfind("\\boxed{")

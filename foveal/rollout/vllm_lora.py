@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from foveal.config.schema_model import ModelConfig
-from foveal.models.adapter_files import PREFIX
+from foveal.models.adapter_files import pairs, tensor_name
 from foveal.models.families import read_config
-from foveal.models.lora import adapter_tensors
+from foveal.models.lora import lora_layers
 from foveal.models.lora_setup import empty_adapted
 from foveal.track import console
 
@@ -25,7 +25,6 @@ NUMBER = 1
 """Under which vLLM knows the adapter; there is one."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes that vLLM's buffers can have."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 _DECODER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 _TEXT = rf"model\.{_DECODER}"
 _QWEN2 = rf"model\.(language_model\.{_DECODER}|visual\.(blocks\.\d+\.(attn|mlp)\.\w+|merger\.mlp\.\d))"
@@ -64,12 +63,6 @@ class AdapterShape:
     rank: int
     modules: frozenset[str]
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> AdapterShape:
-        """The shape of an adapter whose tensors have the names that peft writes; they may lie on the meta device."""
-        factors = _factors(tensors)
-        return cls(len(next(iter(factors.values()))[0]), frozenset(factors))
-
     def obstacle(self, model_type: str) -> str | None:
         """Why vLLM cannot apply such an adapter to a model of this type; None where it can."""
         beyond = sorted(name for name in self.modules if not re.fullmatch(_MODULES.get(model_type, ""), name))
@@ -103,7 +96,8 @@ def plan_adapter(model: ModelConfig, model_path: str) -> AdapterShape | None:
     """
     if not model.lora.rank:
         return None
-    adapter = AdapterShape.of(adapter_tensors(empty_adapted(model, model_path)))
+    layers = lora_layers(empty_adapted(model, model_path))
+    adapter = AdapterShape(len(next(iter(layers.values())).lora_A), frozenset(layers))
     obstacle = adapter.obstacle(read_config(model_path)["model_type"])
     if obstacle is not None:
         say_merged(obstacle)
@@ -120,12 +114,6 @@ def _packed(name: str) -> str:
     for pattern, replacement in _RENAMED:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _factors(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Module path → A (rank, in) and B (out, rank)."""
-    paths = [name.removeprefix(PREFIX).removesuffix(_A) for name in tensors if name.endswith(_A)]
-    return {path: (tensors[f"{PREFIX}{path}{_A}"], tensors[f"{PREFIX}{path}{_B}"]) for path in paths}
 
 
 def complete_packing() -> None:
@@ -164,7 +152,7 @@ def put_in(worker: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str
 
     lora = worker.model_runner.lora_manager
     manager, dtype = lora._adapter_manager, lora.lora_config.lora_dtype
-    factors, rank = _factors(tensors), config["r"]
+    factors, rank = pairs(tensors), config["r"]
     lacking = lacking_modules(worker, factors)
     if lacking:
         return lacking
@@ -191,4 +179,4 @@ def _in_vllm(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:  # without what packs modules
         mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
-    return {path: parse_fine_tuned_lora_name(f"{PREFIX}{path}{_A}", mapper)[0] for path in paths}
+    return {path: parse_fine_tuned_lora_name(tensor_name(path, "lora_A"), mapper)[0] for path in paths}

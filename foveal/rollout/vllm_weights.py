@@ -64,14 +64,9 @@ def _base_layers(model: nn.Module) -> Iterator[None]:
         if isinstance(module, BaseLayerWithLoRA) and hasattr(module, "base_layer")
     }
     for name, module in wrapped.items():
-        _replace(model, name, module.base_layer)
+        model.set_submodule(name, module.base_layer)
     try:
         yield
     finally:
         for name, module in wrapped.items():
-            _replace(model, name, module)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
+            model.set_submodule(name, module)

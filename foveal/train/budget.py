@@ -19,6 +19,7 @@ from foveal.models.head import CHUNK_ELEMENTS
 from foveal.models.loading import DTYPES
 from foveal.models.memory import Pass, budget, forward_bytes, head_bytes, tower_block, training_bytes
 from foveal.models.parts import part_of
+from foveal.models.transfer import local
 from foveal.track import console
 from foveal.train.processes import several_processes
 from foveal.train.scoring import Packer
@@ -99,11 +100,9 @@ def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
     yield
     if not states:  # the peak was without what rests there now
         return
-    weights = [_local(p) for group in model.optimizer.param_groups for p in group["params"]]
-    gradients = sum(p.nbytes for p in weights if p.device.type == device.type)  # let go of by now
-    allocated = torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated - gradients
-    taken = torch.cuda.max_memory_allocated(device) - allocated - gradients
+    gradients = _gradient_bytes(_weights(model.optimizer), device)  # let go of by now
+    free = _unallocated(device) - gradients
+    taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - gradients
     if _memory_given_back(device) - given_back > _FEW:  # it fits, but in pieces that must be moved all the time
         packer.ceiling = min(packer.ceiling, int(0.85 * packer.largest))
     learned = _agreed(learned_budget(packer, taken, free), device)
@@ -144,15 +143,14 @@ def _agreed(tokens: int, device: torch.device) -> int:
     return int(least)
 
 
-def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) -> tuple[int, int, str]:
+def _largest(config: Config, keys: TrainedConfig, scorer: Any, free: int) -> tuple[int, int, str]:
     """Tokens with gradient and without, and why."""
     how = _pass(config, keys, scorer)
-    exact_kl = config.algorithm.kl_in_loss and config.algorithm.kl_penalty == "full"
-    compiled = config.worker.actor.use_torch_compile and not exact_kl
+    compiled = config.worker.actor.use_torch_compile and not config.algorithm.exact_kl_in_loss
     fixed = head_bytes(CHUNK_ELEMENTS["compiled" if compiled else "cuda"], compiled=compiled)
     if how.stream != how.compute:  # autocast keeps a copy of each weight
         fixed += how.compute * sum(p.numel() for p in scorer.parameters())
-    sizes = _sizes(scorer)
+    sizes = scorer.model.config
     training = training_bytes(sizes, how, tower_trained=any(p.requires_grad for p in _tower(scorer)))
     room = free - fixed
     return (
@@ -160,11 +158,6 @@ def _largest(config: Config, keys: TrainedConfig, scorer: nn.Module, free: int) 
         budget(room, forward_bytes(sizes, how), MOST),
         f": {max(room, 0) / _GIB:.1f} GiB are left for activations, {training / 2**20:.2f} MiB a token with gradient",
     )
-
-
-def _sizes(scorer: Any) -> Any:
-    """The configuration of the scorer's model."""
-    return scorer.model.config
 
 
 def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
@@ -180,7 +173,7 @@ def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
         compute=compute,
         keys_per_token=(prompt + n * (prompt + answer)) / (prompt + n * answer) if n > 1 else 1.0,
         # All of the prompt, in groups whose answers are half as long as they may be.
-        visual=prompt / (prompt + n * answer / 2) if tower_block(_sizes(scorer)) else 0.0,
+        visual=prompt / (prompt + n * answer / 2) if tower_block(scorer.model.config) else 0.0,
         checkpointing=keys.model.enable_gradient_checkpointing,
         offload=keys.model.activation_offload,
         rank=keys.model.lora.rank,
@@ -194,15 +187,14 @@ def _tower(scorer: nn.Module) -> list[nn.Parameter]:
 
 def _free_bytes(models: Iterable[Trained], device: torch.device) -> int:
     """What the device has free, less what is still to come: gradients, optimizer states, features of pictures."""
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = _unallocated(device)
     gradients, states = 0, 0
     for model in models:
         tower, optimizer = _tower(model.scorer), model.optimizer
         if tower and not any(p.requires_grad for p in tower):
             free -= DEVICE_BYTES  # those of one model are still there while another is trained
-        weights = [_local(p) for group in optimizer.param_groups for p in group["params"]]
-        gradients = max(gradients, sum(p.nbytes for p in weights if p.device.type == device.type))
+        weights = _weights(optimizer)
+        gradients = max(gradients, _gradient_bytes(weights, device))
         if not optimizer.state:
             states += state_bytes(optimizer, weights)
     return free - gradients - states
@@ -214,5 +206,16 @@ def state_bytes(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor
     return sum(2 * (p.numel() if in_8_bits else p.nbytes) for p in weights)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _unallocated(device: torch.device) -> int:
+    """Bytes of the device that no tensor takes, torch's reserve included."""
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
+
+
+def _gradient_bytes(weights: Iterable[torch.Tensor], device: torch.device) -> int:
+    return sum(weight.nbytes for weight in weights if weight.device.type == device.type)
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What is trained, of sharded weights this process's part."""
+    return [local(p) for group in optimizer.param_groups for p in group["params"]]

@@ -9,7 +9,7 @@ critic/…, foveal.json       its state alone (foveal.train.critic); only where 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from torch import nn
 
 from foveal.errors import CheckpointError
 from foveal.models.lora import adapter_config, has_lora, restore_lora
-from foveal.train.description import Description, describe_actor
+from foveal.train.description import Description
 from foveal.train.processes import in_first_process
-from foveal.train.state import Manifest, load_state, read_manifest, take_state, write_manifest, write_state
+from foveal.train.state import Manifest, load_state, read_manifest, write_manifest, write_state
 
 HUGGINGFACE = "huggingface"
 
@@ -45,41 +45,17 @@ class ActorInfo(Manifest):
     lora: dict[str, Any] | None = None
 
 
-def save_actor(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    source_path: str,
-    save_processing: Callable[[Path], None],
-    override_config: dict[str, Any] | None = None,
-) -> None:
+def write_actor(folder: Path, state: dict[str, Any], description: Description) -> None:
     """Writes the weights, the optimizer's state and the configuration files of a model into `folder`.
 
-    With several processes every one must call this.
-
-    Args:
-        folder: made when absent.
-        optimizer: None leaves its state out (`trainer.save_model_only`).
-        source_path, save_processing, override_config: as in `describe_actor`.
-
-    Raises:
-        OSError: the disk refused (full, read-only, …).
-    """
-    description = describe_actor(
-        model, source_path=source_path, save_processing=save_processing, override_config=override_config
-    )
-    write_actor(folder, take_state(model, optimizer), description)
-
-
-def write_actor(folder: Path, state: dict[str, Any], description: Description) -> None:
-    """Writes an actor's folder. Training may go on meanwhile where `state` is a copy.
+    Training may go on meanwhile where `state` is a copy.
 
     With several processes every one must call this.
 
     Args:
         folder: made when absent.
         state: from `foveal.train.state.take_state`.
+        description: from `describe_actor`.
 
     Raises:
         OSError: the disk refused (full, read-only, …).
@@ -109,7 +85,7 @@ def load_actor(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     load_state(folder, info, model, optimizer)
 
 
-def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
+def load_trained(folder: Path, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a checkpoint on the CPU with its trained weights, cast once to `dtype`, in eval mode.
 
     Only the checkpoint is read: the model that training started from need not exist any more, unless adapters were
@@ -121,15 +97,13 @@ def load_trained(folder: Path, *, dtype: torch.dtype, attn_implementation: str =
     """
     folder = actor_folder(folder)
     info = check_actor(folder)
-    if info.lora is None:
-        model = build_trained(folder, info, dtype=dtype, attn_implementation=attn_implementation)
-    else:
+    with nullcontext() if info.lora is None else torch.device("meta"):
+        model = build_trained(folder, info, dtype=dtype)
+    if info.lora is not None:
         from foveal.models.filling import fill_weights
 
-        with torch.device("meta"):
-            model = build_trained(folder, info, dtype=dtype, attn_implementation=attn_implementation)
         fill_weights(model, info.source, device=torch.device("cpu"))
-    load_actor(folder, model, None)
+    load_state(folder, info, model, None)
     return model.eval()
 
 
@@ -157,7 +131,7 @@ def fill_trained(folder: Path, model: nn.Module, device: torch.device) -> None:
     load_actor(folder, model, None)
 
 
-def build_trained(folder: Path, info: ActorInfo, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> nn.Module:
+def build_trained(folder: Path, info: ActorInfo, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a checkpoint on the default device with its adapters, if it has any; no weights are set.
 
     Raises:
@@ -177,7 +151,7 @@ def build_trained(folder: Path, info: ActorInfo, *, dtype: torch.dtype, attn_imp
     except Exception as error:  # each configuration class has checks and errors of its own
         raise CheckpointError(f"{path}: cannot read the model's configuration ({error}).") from error
     with no_init_weights():
-        model: Any = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model: Any = model_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.tie_weights()
     assert isinstance(model, nn.Module)
     if info.lora is not None:

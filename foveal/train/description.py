@@ -89,16 +89,23 @@ def _source_dtype(source: str) -> str:
     from transformers.utils import cached_file
 
     config = json.loads(_required_file(source, "config.json").read_text(encoding="utf-8"))
-    for place in (config, config.get("text_config", {})):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(place.get(key), str):
-                return str(place[key]).removeprefix("torch.")
+    if (noted := noted_dtype(config)) is not None:
+        return noted
     found = cached_file(source, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if found is None:
         index = _required_file(source, "model.safetensors.index.json").read_text(encoding="utf-8")
         found = str(_required_file(source, next(iter(json.loads(index)["weight_map"].values()))))
     with safe_open(found, framework="pt") as weights:
         return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
+
+
+def noted_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype that the content of a config.json states, as "bfloat16"; None where it states none."""
+    for place in (config, config.get("text_config") or {}):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(place.get(key), str):
+                return str(place[key]).removeprefix("torch.")
+    return None
 
 
 def _required_file(source: str, name: str) -> Path:

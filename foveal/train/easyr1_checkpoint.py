@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from foveal.errors import CheckpointError
-from foveal.models.adapter_files import CONFIG, PREFIX, peft_config, read_info
-from foveal.models.disk_names import names_in_module
+from foveal.models.adapter_files import CONFIG, PREFIX, peft_config, read_info, tensor_name
+from foveal.models.disk_names import first_names, names_in_module
 from foveal.models.loading import empty_model
-from foveal.models.lora import Factors, merged
+from foveal.models.lora import FACTORS, Factors, merged
 from foveal.models.lora_targets import short_names
 from foveal.models.named_tensors import saved_tensors
 from foveal.train.checkpoint import HUGGINGFACE
+from foveal.train.description import noted_dtype
 from foveal.train.rank_files import RankFiles
 from foveal.train.state import check_names
 
@@ -59,7 +60,7 @@ class EasyR1Checkpoint:
             self.has_lora = bool(self._factors)
             self._alpha = _find_alpha(actor, lora_alpha) if self.has_lora else 0.0
             self._model, config = _read_configuration(actor)
-            self.dtype = _noted_dtype(config) or self._files.first_dtype
+            self.dtype = noted_dtype(config) or self._files.first_dtype
             self._in_module, self._as_on_disk = _placed(self._model, self._stored, _major(config))
             self.numbers = self._check(actor)
         except BaseException:
@@ -93,8 +94,8 @@ class EasyR1Checkpoint:
         for module_name, name in self._in_module.items():
             if factors := self._read_factors(name):
                 targets.append(layer := module_name.removesuffix(".weight"))
-                for letter, factor in zip("AB", factors, strict=True):
-                    tensors[f"{PREFIX}{layer}.lora_{letter}.weight"] = factor.to(dtype)
+                for factor, tensor in zip(FACTORS, factors, strict=True):
+                    tensors[tensor_name(layer, factor)] = tensor.to(dtype)
         rank = next(iter(tensors.values())).shape[0]
         return tensors, peft_config(None, rank, self._alpha, short_names(self._model, targets))
 
@@ -112,9 +113,7 @@ class EasyR1Checkpoint:
     def _check(self, actor: Path) -> int:
         """Sees that the weights are exactly the model's, drops other names of tied ones, and counts the numbers."""
         state = self._model.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        for name, tensor in state.items():
-            first.setdefault(id(tensor), name)
+        first = first_names(state)
         for alias in [name for name in self._in_module if name in state and first[id(state[name])] != name]:
             self._drop(actor, alias, first[id(state[alias])])
         shapes = {name: self._files.weights[self._stored[stored]].shape for name, stored in self._in_module.items()}
@@ -188,14 +187,6 @@ def _read_configuration(actor: Path) -> tuple[Any, dict[str, Any]]:
     model = empty_model(str(folder), dtype=torch.float32, device=torch.device("cpu"), section=f"{actor}: model")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return model, config
-
-
-def _noted_dtype(config: dict[str, Any]) -> str | None:
-    for place in (config, config.get("text_config") or {}):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(place.get(key), str):
-                return str(place[key]).removeprefix("torch.")
-    return None
 
 
 def _major(config: dict[str, Any]) -> int:

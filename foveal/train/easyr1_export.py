@@ -38,7 +38,7 @@ def export_easyr1(
             note("config.json says float32, as EasyR1 trained; its own merger saves bfloat16, as --dtype bf16 does")
         return write_hf(
             target or actor / HUGGINGFACE,
-            ([tensor] for tensor in checkpoint.tensors(DTYPES[name])),
+            checkpoint.tensors(DTYPES[name]),
             expected=checkpoint.numbers,
             configuration=actor / HUGGINGFACE,
             dtype=DTYPES[name],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from foveal.errors import CheckpointError, ConfigError
-from foveal.models.adapter_files import PREFIX
+from foveal.models.adapter_files import tensor_name
 from foveal.models.lora import FACTORS, Factors
 from foveal.models.named_tensors import saved_tensors
 from foveal.track.console import note
@@ -80,7 +80,7 @@ def export(
         raise ConfigError(f"--target {target}: the model that training started from lies there. Give another folder.")
     return write_hf(
         target,
-        ([tensor] for tensor in tensors),
+        tensors,
         expected=numbers,
         configuration=actor / HUGGINGFACE,
         dtype=to,
@@ -111,7 +111,7 @@ def export_adapter(local_dir: Path, target: Path | None = None, dtype: str | Non
     reader = ShardReader(actor)
     layers = [name.removesuffix(".lora_A") for name in weights_of(reader.index) if name.endswith(".lora_A")]
     named = {
-        f"{PREFIX}{layer}.{factor}.weight": reader.tensor(f"model.{layer}.{factor}", to)
+        tensor_name(layer, factor): reader.tensor(f"model.{layer}.{factor}", to)
         for layer in layers
         for factor in FACTORS
     }

@@ -29,7 +29,7 @@ _FINITE_PIECE = 1 << 24  # numbers checked at a time
 
 def write_hf(
     target: Path,
-    buckets: Iterable[list[tuple[str, torch.Tensor]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     expected: int,
     configuration: Path,
@@ -39,11 +39,11 @@ def write_hf(
     """Writes weights, and beside them the files that a model needs besides, as they come.
 
     Everything is written beside `target` and checked first; the weights come in last, so `target` never holds a part of
-    a model. Files of other names in `target` stay. Memory: one bucket, and what the caller's iterator holds.
+    a model. Files of other names in `target` stay. Memory: one tensor, and what the caller's iterator holds.
 
     Args:
         target: the folder to write; may be `configuration`.
-        buckets: (name on disk, tensor in its final type); every weight once.
+        tensors: (name on disk, tensor in its final type); every weight once.
         expected: how many numbers all weights together have.
         configuration: folder with config.json, tokenizer and the like, of which all but weights is taken.
         dtype: of the weights, for config.json.
@@ -57,8 +57,7 @@ def write_hf(
             a full or read-only disk.
     """
     with whole_folder(target, replaces=WEIGHTS) as partial:
-        tensors = (pair for bucket in buckets for pair in finite(target, bucket))
-        files = write_safetensors(partial, tensors, shard_bytes=shard_bytes)
+        files = write_safetensors(partial, finite(target, tensors), shard_bytes=shard_bytes)
         _check_count(target, files, expected)
         _copy_configuration(configuration, partial, dtype)
     return target

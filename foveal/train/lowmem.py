@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from foveal.config import Config
+from foveal.config.rules import trained_roles
 from foveal.errors import ConfigError
+from foveal.models.transfer import local
 
 
 def check_torchao(config: Config) -> None:
@@ -26,12 +28,12 @@ def check_torchao(config: Config) -> None:
     Raises:
         ConfigError: torchao is missing.
     """
-    for role in ("actor", "critic") if config.algorithm.uses_critic else ("actor",):
-        strategy = config.value(f"worker.{role}.optim.strategy")
+    for role in trained_roles(config):
+        strategy = config.value(f"{role}.optim.strategy")
         if strategy != "adamw" and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
-                f"worker.{role}.optim.strategy: {strategy} given, which needs torchao, and that is not installed. "
-                f"Install it with `pip install 'foveal[lowmem]'`, or set worker.{role}.optim.strategy=adamw"
+                f"{role}.optim.strategy: {strategy} given, which needs torchao, and that is not installed. "
+                f"Install it with `pip install 'foveal[lowmem]'`, or set {role}.optim.strategy=adamw"
             )
 
 
@@ -100,10 +102,7 @@ def _bf16_adamw() -> Any:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.view(-1)
+    return local(tensor).view(-1)
 
 
 def quantized_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
@@ -112,14 +111,12 @@ def quantized_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, 
     Args:
         key: its name in the optimizer's state, as `exp_avg`.
     """
-    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if not hasattr(optimizer, "_new_buffer"):
         return None
     moment = optimizer._new_buffer(parameter, key == "exp_avg")
-    local = moment.to_local() if isinstance(moment, DTensor) else moment
-    return moment if is_traceable_wrapper_subclass(local) else None
+    return moment if is_traceable_wrapper_subclass(local(moment)) else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from foveal.errors import CheckpointError, ModelError
-from foveal.models.disk_names import names_in_module
+from foveal.models.disk_names import first_names, names_in_module
 from foveal.models.filling import weight_files
 from foveal.models.lora import Factors, lora_layers, merged
 
@@ -81,8 +81,6 @@ def _module_names(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
     tied weights are left out."""
     in_module = names_in_module(model)
     state = model.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    for name, tensor in state.items():
-        first.setdefault(id(tensor), name)
+    first = first_names(state)
     found = {name: in_module(name)[0] for name in on_disk}
     return {name: weight for name, weight in found.items() if weight not in state or first[id(state[weight])] == weight}

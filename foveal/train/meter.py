@@ -69,7 +69,8 @@ class Meter:
 
         def count(work: Work) -> None:
             if self._open is not None:
-                counter = self._starts[model] if computes_as_at_start(model) else own
+                at_start = model in self._starts and computes_as_at_start(model)
+                counter = self._starts[model] if at_start else own
                 self._open.tokens += work.tokens
                 self._open.flops += counter.training(work) if torch.is_grad_enabled() else counter.forward(work)
 

@@ -99,11 +99,10 @@ class Policy:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The pack's contribution to the loss of the optimizer step, and sums over its tokens for the metrics."""
         actor, algorithm = self.config.worker.actor, self.config.algorithm
-        exact_kl = algorithm.kl_in_loss and algorithm.kl_penalty == "full"
         scores = self.scorer(
             pack,
             with_entropy=True,
-            reference=self.reference.head(pack) if exact_kl and self.reference is not None else None,
+            reference=self.reference.head(pack) if algorithm.exact_kl_in_loss and self.reference is not None else None,
         )
         logprobs = scores.logprobs
         if any("old_logprobs" not in r.columns for r in pack.responses):

@@ -182,25 +182,22 @@ class Checkpoints:
             step = read_state(latest)["best_global_step"]
         return self.folder(step) if step is not None and self.folder(step).is_dir() else None
 
-    def resolve(self, path: str | Path, *, contents: bool = False) -> Path:
+    def resolve(self, path: str | Path) -> Path:
         """The `global_step_N` folder that a user means by that folder, its actor folder, the folder of a run, or by
-        `latest` or `best` of this run.
-
-        Args:
-            contents: as in `latest`.
+        `latest` or `best` of this run. All of it is read, to compare checksums.
 
         Raises:
             CheckpointError: there is no checkpoint at `path`, or it is not whole.
         """
         if str(path) in WORDS:
-            return self._resolve_word(str(path), contents)
+            return self._resolve_word(str(path))
         path = Path(path)
         if path.name == "actor" and not (path / "actor").exists():
             path = path.absolute().parent
         if (path / "actor").is_dir():
-            check_checkpoint(path, contents=contents)
+            check_checkpoint(path, contents=True)
             return path
-        found = Checkpoints(path, -1).latest(contents=contents) if path.is_dir() else None
+        found = Checkpoints(path, -1).latest(contents=True) if path.is_dir() else None
         if found is None:
             fault = "holds no whole checkpoint" if path.is_dir() else "is no folder"
             raise CheckpointError(
@@ -208,9 +205,9 @@ class Checkpoints:
             )
         return found
 
-    def _resolve_word(self, word: str, contents: bool) -> Path:
+    def _resolve_word(self, word: str) -> Path:
         if word == "latest":
-            found = self.latest(contents=contents)
+            found = self.latest(contents=True)
             if found is None:
                 raise CheckpointError(
                     f"latest: {self.root} holds no whole checkpoint. To go on from the last one where there is one, "
@@ -223,7 +220,7 @@ class Checkpoints:
                 f"best: no checkpoint of {self.root} is known as the best; only one whose weights were validated is "
                 "judged (trainer.val_freq, trainer.save_freq). Give `latest` or …/global_step_N."
             )
-        check_checkpoint(found, contents=contents)
+        check_checkpoint(found, contents=True)
         return found
 
     def resume(self, folder: Path) -> dict[str, Any]:

@@ -70,18 +70,15 @@ def _half(packer: Packer) -> int | None:
     """A budget that cuts the micro-batch that was built last; None for a single answer, which can't be cut."""
     if sum(len(part.responses) for part in packer.parts) < 2:
         return None
-    return max(1, min(packer.budget, _tokens(packer)) // 2)
-
-
-def _tokens(packer: Packer) -> int:
-    return sum(part.tokens(packer.shared_prefix) for part in packer.parts)
+    return max(1, min(packer.budget, packer.tokens(packer.parts)) // 2)
 
 
 def _place(packer: Packer, phase: str) -> str:
     rows = [(len(p.prompt.expanded_ids), len(r.token_ids), p.prompt.uid) for p in packer.parts for r in p.responses]
     prompt, answer, uid = max(rows, key=lambda row: row[0] + row[1], default=(0, 0, "none"))
+    tokens = packer.tokens(packer.parts)
     return (
-        f"out of memory in {phase}: a pass of {_tokens(packer):,} tokens (budget {packer.budget:,}), largest row "
+        f"out of memory in {phase}: a pass of {tokens:,} tokens (budget {packer.budget:,}), largest row "
         f"{prompt + answer:,} tokens ({uid}: prompt {prompt:,}, answer {answer:,})"
     )
 

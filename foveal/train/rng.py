@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from foveal.train.processes import several_processes
-from foveal.train.shards import read_index, read_shards
+from foveal.train.shards import ShardReader
 
 KEY = "rng"
 """Of the shards' state, which holds each process's generators under its rank."""
@@ -47,13 +47,13 @@ def load_rng(folder: Path) -> None:
     Raises:
         CheckpointError: a damaged file.
     """
-    rank, saved = _rank(), read_index(folder)
+    rank, reader = _rank(), ShardReader(folder)
     states = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name in ("torch", "numpy", "numpy_gauss", "python", "python_gauss", "cuda")
-        if isinstance(entry := saved.get(f"{KEY}.{rank}.{name}"), TensorStorageMetadata)
+        if isinstance(entry := reader.index.get(f"{KEY}.{rank}.{name}"), TensorStorageMetadata)
     }
-    read_shards(folder, {KEY: {rank: states}} if states else {})
+    reader.fill({KEY: {rank: states}} if states else {})
     if not states:
         return
     torch.set_rng_state(states["torch"])

@@ -50,9 +50,13 @@ class Packer:
         micro_batches = split_into_packs(groups, self.budget, self.shared_prefix)
         return self.peers.align(micro_batches) if self.peers else micro_batches
 
+    def tokens(self, parts: Sequence[Part]) -> int:
+        """Tokens that the model processes for a micro-batch."""
+        return sum(part.tokens(self.shared_prefix) for part in parts)
+
     def build(self, parts: Sequence[Part]) -> Pack:
         self.parts = parts
-        self.largest = max(self.largest, sum(part.tokens(self.shared_prefix) for part in parts))
+        self.largest = max(self.largest, self.tokens(parts))
         return build_pack(parts, layouts=self.layouts, shared_prefix=self.shared_prefix, device=self.device)
 
 

@@ -51,39 +51,8 @@ def write_shards(folder: Path, state: dict[str, Any]) -> dict[str, FileSum]:
     return {name: found for sums in from_all(writer.sums) for name, found in sums.items()}
 
 
-def read_index(folder: Path) -> Index:
-    """Reads which tensors and values the shards in `folder` hold.
-
-    Raises:
-        CheckpointError: the index is missing or damaged.
-    """
-    return _read_metadata(folder).state_dict_metadata
-
-
-def read_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Fills `state` from the shards in `folder`: tensors in place (cast to their own dtype), other values replaced.
-
-    Raises:
-        CheckpointError: a name or shape that the shards do not hold, or a damaged shard.
-    """
-    _fill(folder, state, _read_metadata(folder), alone=not several_processes())
-
-
-def _fill(folder: Path, state: dict[str, Any], metadata: Metadata, *, alone: bool) -> None:
-    try:
-        with _single_process(), _root_cause():
-            dcp.load(state, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=alone)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder}: a shard is damaged or does not fit ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Use another checkpoint of the run."
-        ) from error
-
-
 class ShardReader:
-    """Reads single tensors of the shards in `folder`, by one process alone.
+    """The shards in `folder`, opened for reading.
 
     Raises:
         CheckpointError: the index is missing or damaged.
@@ -97,8 +66,18 @@ class ShardReader:
     def index(self) -> Index:
         return self._metadata.state_dict_metadata
 
+    def fill(self, state: dict[str, Any]) -> None:
+        """Fills `state`: tensors in place (cast to their own dtype), other values replaced.
+
+        With several processes every one must call this.
+
+        Raises:
+            CheckpointError: a name or shape that the shards do not hold, or a damaged shard.
+        """
+        self._fill(state, alone=not several_processes())
+
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Reads one full tensor into host memory, floating ones cast to `dtype`.
+        """Reads one full tensor into host memory, by one process alone, floating ones cast to `dtype`.
 
         Of memory it takes the tensor and, at a time, one piece of it as a process wrote it, in the saved type.
 
@@ -109,8 +88,21 @@ class ShardReader:
         assert isinstance(entry, TensorStorageMetadata)
         saved = entry.properties.dtype
         tensor = torch.empty(entry.size, dtype=dtype if dtype is not None and saved.is_floating_point else saved)
-        _fill(self._folder, {name: tensor}, self._metadata, alone=True)
+        self._fill({name: tensor}, alone=True)
         return tensor
+
+    def _fill(self, state: dict[str, Any], *, alone: bool) -> None:
+        reader = _Reader(self._folder, self._metadata)
+        try:
+            with _single_process(), _root_cause():
+                dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise CheckpointError(
+                f"{self._folder}: a shard is damaged or does not fit ({fault}). Use another checkpoint of the run."
+            ) from error
 
 
 class _Planner(DefaultLoadPlanner):

@@ -22,7 +22,7 @@ from foveal.models.lora import has_lora, is_factor
 from foveal.track import console
 from foveal.train.files import write_json
 from foveal.train.lowmem import quantized_moment
-from foveal.train.shards import Index, read_index, read_shards, write_shards
+from foveal.train.shards import Index, ShardReader, write_shards
 from foveal.train.sums import FileSum, check_sizes, check_sums
 
 FORMAT = 1
@@ -49,20 +49,6 @@ class Manifest:
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Manifest:
-    """Writes the weights, and the state of the optimizer where one is given, as shards; the folder is made when absent.
-
-    With several processes every one must call this.
-
-    Returns:
-        What is to go into `foveal.json`, by `write_manifest` in one process.
-
-    Raises:
-        OSError: the disk refused (full, read-only, …).
-    """
-    return write_state(folder, take_state(module, optimizer))
-
-
 def take_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The weights, and the state of the optimizer where one is given, as `write_state` takes them: not copies."""
     state: dict[str, Any] = {"model": saved_weights(module)}
@@ -72,7 +58,16 @@ def take_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> Manifest:
-    """As `save_state`, of what `take_state` took, or a copy of it."""
+    """Writes what `take_state` took, or a copy of it, as shards; the folder is made when absent.
+
+    With several processes every one must call this.
+
+    Returns:
+        What is to go into `foveal.json`, by `write_manifest` in one process.
+
+    Raises:
+        OSError: the disk refused (full, read-only, …).
+    """
     sums = write_shards(folder, state)
     return Manifest(
         format=FORMAT,
@@ -143,15 +138,15 @@ def load_state(folder: Path, manifest: Manifest, module: nn.Module, optimizer: t
         CheckpointError: a damaged file, or the state of another module or optimizer.
     """
     check_contents(folder, manifest)
-    index = read_index(folder)
+    reader = ShardReader(folder)
     state: dict[str, Any] = {"model": saved_weights(module)}
-    check_names(folder, {name: entry.size for name, entry in weights_of(index).items()}, state["model"])
+    check_names(folder, {name: entry.size for name, entry in weights_of(reader.index).items()}, state["model"])
     if optimizer is not None and not manifest.optimizer:
         console.note(f"{folder} holds weights only (trainer.save_model_only): the optimizer starts afresh")
         optimizer = None
     if optimizer is not None:
-        state["optim"] = _optimizer_targets(index, module, optimizer)
-    read_shards(folder, state)
+        state["optim"] = _optimizer_targets(reader.index, module, optimizer)
+    reader.fill(state)
     if optimizer is not None:
         optimizer.state.clear()
         for name, parameter in module.named_parameters():
