@@ -8,7 +8,7 @@ weights; they begin at zero, as in a run); checkpointing `full`, `selective` or 
 brings its prompt). Left out: bf16, full, eager, shared. The rows are prompts of 560 tokens with a 448×672
 picture of noise, and 5 answers of 512 random tokens, or of 64–1,024 (`ragged`).
 
-Timed is the whole update phase, after a warm-up of two updates of one optimizer step; naive modes do one optimizer
+Timed is the whole update phase, after a warm-up of three updates of one optimizer step; naive modes do one optimizer
 step, of as many prompts, after one. Prints a line per measurement and writes `train_engine_MODEL.json` after each.
 `--tiny` runs on a CPU.
 """
@@ -163,8 +163,9 @@ def measure_passes(
     if "logprobs" in options.phases:
         worker.old_logprobs(warm)
     found["warm_up_seconds"] = timed(update, worker, warm)
-    if mode.shared:  # with the optimizer's states in place, an update teaches how many tokens fit
+    if mode.shared:  # with the optimizer's states in place, an update teaches how many tokens fit; then all is as later
         found["second_update_seconds"] = timed(update, worker, warm)
+        found["third_update_seconds"] = timed(update, worker, warm)
     worker.performance({})  # forgets what was done so far
     assert worker.policy is not None
     packers = worker.policy.packer, worker.policy.experience_packer

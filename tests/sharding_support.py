@@ -208,5 +208,6 @@ def _process(rank: int, world: int, folder: Path, work: Callable[..., Any], argu
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
         torch.save(work(rank, *arguments), folder / f"result_{rank}.pt")
+        dist.barrier()  # one that leaves while the other still talks to it may abort
     finally:
         dist.destroy_process_group()

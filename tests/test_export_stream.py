@@ -115,6 +115,7 @@ def _save_sharded(rank: int, source: str, folder: str, store: str) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         save_actor(Path(folder), model, None, source_path=source, save_processing=lambda folder: None)
+        dist.barrier()  # one that leaves while the other still talks to it may abort
     finally:
         dist.destroy_process_group()
 

@@ -86,6 +86,7 @@ def in_processes(rank: int, folder: Path) -> None:
     ranks = torch.tensor(float(rank + 1))
     dist.all_reduce(ranks)
     torch.save(Seen(*together, *apart, adapted, ranks.item()), folder / f"{rank}.pt")
+    dist.barrier()  # one that leaves while the other still talks to it may abort
     dist.destroy_process_group()
 
 

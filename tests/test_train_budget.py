@@ -111,9 +111,9 @@ def test_states_are_counted_as_the_optimizer_holds_them() -> None:
     ("taken", "free", "learned"),
     [
         (2**30, 10 * 2**30, 8000),  # 9 times as many would fit, but no more than twice as many are believed
-        (2**30, 2**30 / 2, 1792),  # nine tenths of half of 4,000, in whole 256s
-        (2**30, 1.6 * 2**30, 5632),
-        (2**30, 1.4 * 2**30, 5000),  # 5,040 would be, which is not worth a change
+        (2**30, 2**30 / 2, 1536),  # half of 4,000 × 0.9 / 1.1, in whole 256s
+        (2**30, 1.8 * 2**30, 5888),
+        (2**30, 1.6 * 2**30, 5000),  # 5,120 would be, which is not worth a change
         (0, 2**30, 5000),  # nothing was measured
     ],
 )

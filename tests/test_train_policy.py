@@ -235,3 +235,13 @@ def test_answers_of_an_earlier_policy_keep_its_log_probabilities(folder: Path) -
     assert metrics["actor/ppo_kl"] != 0
     found = [r.columns["old_logprobs"] for r in groups[0].responses]
     assert all(np.array_equal(a, b) for a, b in zip(found, kept, strict=True))
+
+
+def test_what_an_update_takes_is_told_by_passes_beside_gradients(tmp_path: Path) -> None:
+    """At the peak of an optimizer step's first micro-batch no gradient has taken memory yet."""
+    policy = make_policy(build_tiny(tmp_path, "qwen3_vl"), "algorithm.disable_kl=true", budget=60)
+    groups = prepared_groups(policy)
+    sizes = [policy.packer.tokens(parts) for parts in policy.packer.split(groups)]
+    assert len(sizes) > 1
+    step_taken(policy, groups)
+    assert policy.packer.largest == max(sizes[1:])

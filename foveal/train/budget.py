@@ -33,6 +33,8 @@ every kernel can index."""
 
 _GIB = 1024**3
 _FEW = 3
+_LOST = 1.1
+"""A tenth is lost between blocks once passes have had many lengths."""
 
 
 class Trained(Protocol):
@@ -103,7 +105,7 @@ def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
     gradients = _gradient_bytes(_weights(model.optimizer), device)  # let go of by now
     free = _unallocated(device) - gradients
     taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - gradients
-    if _memory_given_back(device) - given_back > _FEW:  # it fits, but in pieces that must be moved all the time
+    if packer.largest and _memory_given_back(device) - given_back > _FEW:  # it fits, but is moved about all the time
         packer.ceiling = min(packer.ceiling, int(0.85 * packer.largest))
     learned = _agreed(learned_budget(packer, taken, free), device)
     if learned != packer.budget:
@@ -124,13 +126,13 @@ def learned_budget(packer: Packer, taken: float, free: float) -> int:
     tried is not believed at once.
 
     Args:
-        taken: bytes at the peak of passes of which the largest had `packer.largest` tokens.
+        taken: bytes at the peak of passes of which the largest had `packer.largest` tokens; 0 is no pass.
         free: bytes that there are for a pass.
     """
     if not packer.largest or taken <= 0:
         return packer.budget
     believed = max(packer.budget, 2 * packer.largest)
-    wanted = min(budget(free, taken / packer.largest, MOST), believed, packer.ceiling)
+    wanted = min(budget(free, _LOST * taken / packer.largest, MOST), believed, packer.ceiling)
     return packer.budget if abs(wanted - packer.budget) < 0.1 * packer.budget else wanted
 
 

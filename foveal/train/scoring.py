@@ -28,7 +28,8 @@ class Packer:
         device: where the packs go.
         peers: the processes that must run their micro-batches in step with this one; None for none.
         parts: the micro-batch that was built last.
-        largest: tokens of the largest micro-batch since this was last set to 0.
+        largest: tokens of the largest micro-batch with gradient since this was last set to 0. The first of an optimizer
+            step doesn't count: at its peak no gradient has taken memory yet.
         ceiling: what `budget` may not exceed any more, because memory ran out above it.
     """
 
@@ -56,7 +57,6 @@ class Packer:
 
     def build(self, parts: Sequence[Part]) -> Pack:
         self.parts = parts
-        self.largest = max(self.largest, self.tokens(parts))
         return build_pack(parts, layouts=self.layouts, shared_prefix=self.shared_prefix, device=self.device)
 
 

@@ -68,6 +68,8 @@ def optimizer_step(
         for number, parts in enumerate(micro_batches, start=1):
             if peers:
                 peers.before_backward(last=number == len(micro_batches))
+            if number > 1:
+                packer.largest = max(packer.largest, packer.tokens(parts))
             loss, counted = loss_of(packer.build(parts), tokens, answers)
             if loss.requires_grad:  # not where the vision tower alone is trained, and no answer is to a picture
                 loss.backward()
