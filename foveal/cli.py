@@ -119,9 +119,9 @@ def _train(args: list[str]) -> int:
         from foveal.evaluate import evaluate
 
         return evaluate(config)
-    from foveal.trainer import Trainer
+    from foveal.restart import train
 
-    return Trainer(config).fit()
+    return train(config)
 
 
 def _eval(args: list[str]) -> int:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from foveal.cluster.group import start_workers
+from foveal.cluster.machines import joined
 from foveal.config import Config
 from foveal.config.schema_model import LoraConfig
 from foveal.data.loader import open_loader
@@ -55,10 +56,12 @@ def evaluate(config: Config, model: str | None = None) -> int:
     check_runnable(config)
     console.note(f"scoring {scored}")
     processing = open_processing(config)
-    loader = open_loader(config, processing, "val")
     step = read_state(checkpoint).get("step", 0) if checkpoint else 0
     timings: dict[str, float] = {}
-    with RewardRunner(config.worker.reward, "val", processing.tokenizer) as rewards, ExitStack() as held:
+    with ExitStack() as held:
+        held.enter_context(joined(config))
+        loader = open_loader(config, processing, "val")
+        rewards = held.enter_context(RewardRunner(config.worker.reward, "val", processing.tokenizer))
         workers = start_workers(
             config,
             processing,

@@ -51,12 +51,14 @@ def check_parity(config: Config, rows: int) -> int:
         FovealError: anything the user can cure.
     """
     config.trainer.nnodes = config.trainer.n_gpus_per_node = config.worker.actor.ulysses_size = 1  # all in this process
+    config.cluster.rollout_devices = 0
     check_runnable(config, scored=False)
     processing = open_processing(config)
     loader = open_loader(config, processing, "train")
     prompts = loader.take(min(rows, len(loader)))
     sampling = _full_sampling(config)
     worker = Worker(config, processing, train=False, images=loader.most_images)
+    assert worker.engine is not None
     with closing(worker):
         trainer_dtype = worker.scorer.autocast or next(worker.model.parameters()).dtype
         dtypes = {"engine": worker.engine.dtype or trainer_dtype, "trainer": trainer_dtype}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foveal.algorithm import get_advantage, get_loss
+from foveal.cluster.devices import settle_devices
 from foveal.cluster.topology import topology_problems
 from foveal.config import Config
 from foveal.config.rules import missing, no_effect, remarks, unsupported
@@ -31,13 +32,14 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
         scored: whether answers are; without, the keys of rewards and advantages don't matter.
 
     Raises:
-        ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet; or the
-            devices cannot be divided as it asks; or the engine cannot run here, or cannot sample so; or the user's own
-            estimator or loss cannot be loaded.
+        ConfigError: lists every key that a run needs and that isn't set, and everything that is not there yet; or there
+            are fewer devices than it asks for, or they cannot be divided so; or the engine cannot run here, or cannot
+            sample so; or the user's own estimator or loss cannot be loaded.
     """
     problems = missing(config, scored=scored) + unsupported(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+    settle_devices(config)
     trains = scored and not config.trainer.val_only
     adopt_adapters(config)
     check_adapters(config, critic=trains and config.algorithm.uses_critic)
@@ -46,6 +48,8 @@ def check_runnable(config: Config, *, scored: bool = True) -> None:
         raise ConfigError("the devices cannot work together like this:\n" + "\n".join(f"  {line}" for line in problems))
     _check_sampling(config, engine)
     if trains:
+        if config.trainer.async_rollout:
+            _correct_staleness(config)
         _check_algorithm(config)
         check_torchao(config)
     for line in no_effect(config, engine) + remarks(config):
@@ -96,6 +100,24 @@ def _check_sampling(config: Config, engine: str) -> None:
         warn(untested)
     for sampling in (validation, training_sampling(config)):
         check_sampling(sampling)
+
+
+def _correct_staleness(config: Config) -> None:
+    """Answers that are sampled ahead come from weights before the last update, which is corrected unless told
+    otherwise."""
+    algorithm, rollout = config.algorithm, config.worker.rollout
+    if "algorithm.correction" in config.given or algorithm.old_logprobs == "rollout":
+        return
+    if not training_sampling(config).full_distribution:
+        cuts = {"worker.rollout.top_p": rollout.top_p < 1, "worker.rollout.top_k": rollout.top_k > 0}
+        warn(
+            "trainer.async_rollout: answers are one step old, and nothing corrects for it, since with "
+            f"{' and '.join(key for key, cuts_it in cuts.items() if cuts_it)} the engine's log-probabilities are not "
+            "those of the distribution that is trained"
+        )
+        return
+    algorithm.correction = "tis"
+    note("trainer.async_rollout: answers are one step old, which algorithm.correction=tis corrects for")
 
 
 def _check_algorithm(config: Config) -> None:

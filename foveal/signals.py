@@ -54,6 +54,11 @@ class StopSignals:
             self._interruptible = False
             raise Stopped(signum)
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._asked is not None
+
     def check(self) -> None:
         """Raises `Stopped` if a signal has come."""
         if self._asked is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from foveal.ahead import Ahead
 from foveal.algorithm import KLController, get_advantage
 from foveal.cluster.group import start_workers
+from foveal.cluster.machines import joined
 from foveal.config import Config
 from foveal.data.loader import PromptLoader, open_loader
 from foveal.errors import CheckpointError, DataError, EngineError, RewardError, WorkerError
@@ -24,7 +27,7 @@ from foveal.signals import Stopped, StopSignals
 from foveal.track import Trackers, console
 from foveal.track.alarms import Alarms, signs
 from foveal.track.curve import draw_curve
-from foveal.track.metrics import perf_metrics, rollout_metrics, timing_metrics
+from foveal.track.metrics import perf_metrics, rollout_metrics, staleness, timing_metrics
 from foveal.track.timing import timer
 from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
 from foveal.train.critic import check_critic_model
@@ -43,12 +46,13 @@ class Trainer:
 
     Args:
         config: the whole configuration.
+        tracker_ids: of the trackers' runs to go on with, where no checkpoint tells them.
 
     Raises:
         FovealError: whatever is wrong with configuration, model folder, data or reward function.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, tracker_ids: Mapping[str, str] | None = None) -> None:
         check_runnable(config)
         self.config = config
         trainer = config.trainer
@@ -71,6 +75,7 @@ class Trainer:
         self._told_of_metric = False
         with ExitStack() as held:
             held.callback(RunFolder(self.root).close)
+            held.enter_context(joined(config))
             start = find_start(config, self.checkpoints, has_critic=self.has_critic)
             rewards = held.enter_context(RewardRunner(config.worker.reward, "train", self.processing.tokenizer))
             self.loader = open_loader(config, self.processing, "train")
@@ -92,9 +97,11 @@ class Trainer:
             if config.data.val_files:
                 self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
             self.collector = Collector(config, self.loader, self.workers, rewards, list(self._surplus))
+            self.ahead = Ahead(self.collector) if config.trainer.async_rollout else None
             if start.folder is not None:
                 self._resume(start.folder, start.state)
-            self.trackers = Trackers(config, self.root, resume_step=self.step, run_ids=start.tracker_ids(config))
+            run_ids = {**(tracker_ids or {}), **start.tracker_ids(config)}
+            self.trackers = Trackers(config, self.root, resume_step=self.step, run_ids=run_ids)
             self._held = held.pop_all()
 
     def _account_for_rows(self, loaders: list[PromptLoader]) -> None:
@@ -212,12 +219,17 @@ class Trainer:
                 with timer(timings, "update_actor"):
                     metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
         self.step = step
-        self._loader_state, self._surplus = self.loader.state_dict(), list(self.collector.surplus)
+        self._loader_state, self._surplus = (self.ahead or self.collector).position()
         self._record_step(groups, metrics, timings)
 
     def _collect(self, step: int, timings: dict[str, float]) -> tuple[list[Group], Metrics]:
         with self.signals.interruptible(), console.phase(f"step {step}: answers", None) as advance:
-            return self.collector.collect(step, timings, advance)
+            if self.ahead is None:
+                return self.collector.collect(step, timings, advance)
+            groups, metrics = self.ahead.take(step, timings, advance)
+        if step < self.total_steps:
+            self.ahead.start(step + 1)
+        return groups, metrics
 
     def validate(self) -> None:
         """Scores the current weights on the validation set, if there is one."""
@@ -225,6 +237,8 @@ class Trainer:
             return
         timings: dict[str, float] = {}
         with timer(timings, "validation"), self.signals.interruptible():
+            if self.ahead is not None:
+                self.ahead.settle()
             metrics, samples = self.validator.run(self.step, {})
         self.workers.performance({})  # the next step is measured by itself
         self.val_score = (self.step, self._score(metrics))
@@ -333,6 +347,8 @@ class Trainer:
         except CheckpointError as error:
             console.warn(str(error))
             self.saved_step = -1
+        except WorkerError:  # which is told by whatever calls the workers next
+            self.saved_step = -1
         return self.saved_step == self.step
 
     # -- the record ---------------------------------------------------------------------------------------------
@@ -348,6 +364,8 @@ class Trainer:
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
         metrics["perf/elapsed_s"] = self._elapsed()
         metrics |= self.workers.performance(timings)
+        if self.ahead is not None:
+            metrics |= staleness(groups, self.step - 1)
         metrics |= signs(groups)
         console.step_line(self.step, self.total_steps, metrics)
         self.record |= metrics | self.alarms.look(self.step, metrics)
@@ -391,3 +409,5 @@ class Trainer:
         draw_curve(self.trackers.log_file, self.root / "curve.png")
         self.trackers.close()
         self._held.close()
+        if self.ahead is not None:
+            self.ahead.join()

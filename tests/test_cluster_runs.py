@@ -1,17 +1,10 @@
-"""`foveal train` with workers in processes of their own: the numbers of one process, and a clear end when one dies."""
+"""`foveal train` with workers in processes of their own: the numbers of one process."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +20,6 @@ ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 STEPS = 3
 COMPARED = ("grad_norm", "pg_loss", "kl_loss", "entropy_loss", "ppo_kl", "pg_clipfrac_lower")
-LONG = ("data.max_response_length=4000", "worker.rollout.ignore_eos=true")
 
 
 @pytest.fixture(autouse=True)
@@ -150,93 +142,3 @@ def test_machines_of_a_cluster_train_together(tmp_path: Path, monkeypatch: pytes
         assert main(["train", *arguments, "trainer.save_checkpoint_path=" + str(tmp_path / "three")]) == 1
     finally:
         cluster.shutdown()
-
-
-class Run:
-    """A run in a process of its own, and what it printed."""
-
-    def __init__(self, root: Path, *overrides: str) -> None:
-        self.mark = uuid.uuid4().hex
-        arguments = small_run(root, "qwen2_5_vl", "trainer.n_gpus_per_node=2", "trainer.max_steps=5", *overrides)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "foveal", "train", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "FOVEAL_TEST": self.mark},
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
-
-    def wait_for(self, text: str, seconds: float = 180) -> None:
-        end = time.monotonic() + seconds
-        while not any(text in line for line in self.lines):
-            assert time.monotonic() < end and self.process.poll() is None, "".join(self.lines)
-            time.sleep(0.1)
-
-    def members(self) -> list[int]:
-        return [pid for pid, command in self.processes().items() if command.startswith("ray::Member")]
-
-    def processes(self) -> dict[int, str]:
-        """All that the run has started, and itself."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"FOVEAL_TEST={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-        return found
-
-    def end(self, seconds: float) -> tuple[int, str]:
-        """Its exit status and output, once nothing of it is left."""
-        status = self.process.wait(seconds)
-        self._reader.join()
-        end = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert not left
-        return status, "".join(self.lines)
-
-
-@pytest.mark.parametrize(
-    ("stage", "overrides"),
-    [("sampling", LONG), ("the policy's update", ["worker.actor.ppo_epochs=100000"])],
-)
-def test_a_killed_worker_ends_the_run_within_a_minute(tmp_path: Path, stage: str, overrides: list[str]) -> None:
-    run = Run(
-        tmp_path, "trainer.val_before_train=true", "worker.rollout.val_override_config={max_tokens: 4}", *overrides
-    )
-    run.wait_for("validation at step 0")
-    time.sleep(8)
-    victim = run.members()[0]
-    os.kill(victim, signal.SIGKILL)
-    status, output = run.end(60)
-    assert status == 1
-    assert f"process {victim}) died during {stage}" in output and "The end of its log" in output, output
-
-
-def test_a_stop_signal_saves_and_ends_everything(tmp_path: Path) -> None:
-    run = Run(tmp_path, *LONG)
-    run.wait_for("step 1/5", 400)
-    time.sleep(2)
-    run.process.send_signal(signal.SIGTERM)
-    status, output = run.end(60)
-    assert status == 128 + signal.SIGTERM
-    assert "SIGTERM" in output and (tmp_path / "run" / "global_step_1").is_dir(), output
-
-
-def test_workers_end_with_the_trainers_process(tmp_path: Path) -> None:
-    run = Run(tmp_path, *LONG)
-    run.wait_for("metrics and sample answers")
-    run.process.kill()
-    run.process.wait(30)
-    end = time.monotonic() + 60
-    while run.members() and time.monotonic() < end:  # Ray's own agents see to themselves within minutes
-        time.sleep(0.5)
-    assert not run.members()

@@ -15,7 +15,10 @@ Engine: TypeAlias = Literal["vllm", "transformers"]
 
 
 def load(*argv: str) -> Config:
-    return load_config(["worker.rollout.n=2", *argv])
+    config = load_config(["worker.rollout.n=2", *argv])
+    if config.trainer.n_gpus_per_node == -1:
+        config.trainer.n_gpus_per_node = 8  # as if so many were found
+    return config
 
 
 def refusal(*argv: str) -> str:

@@ -38,7 +38,7 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/lora.md"])
+@pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/lora.md", "docs/scaling.md"])
 def test_commands_are_ones_that_there_are(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     makefile = (ROOT / "Makefile").read_text()
@@ -55,7 +55,10 @@ def test_commands_are_ones_that_there_are(document: str, monkeypatch: pytest.Mon
                 load_config([a for a in arguments if a != "…"])
             case ["python", "-m", module, *_]:
                 assert (ROOT / (module.replace(".", "/") + ".py")).exists()
-            case ["python", script, *_]:
+            case ["sbatch", *options, "config=examples/my_vlm.yaml" as file, arguments]:
+                assert (ROOT / options[-1]).exists()
+                load_config([file, arguments])
+            case ["kubectl", "apply", "-f", script] | ["python", script, *_]:
                 assert (ROOT / script).exists()
     assert {words[0] for words in found} >= (
         {"foveal"} if document.startswith("docs/") else {"make", "foveal", "python"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foveal.cluster.transport import (
@@ -13,6 +14,9 @@ from foveal.cluster.transport import (
     unpack_groups,
     unpack_prompts,
 )
+from foveal.data.ahead import start_ahead
+from foveal.data.loader import AHEAD_THREADS
+from foveal.data.processing import Processing
 from foveal.types import Group, Prompt, Response
 
 
@@ -62,3 +66,14 @@ class Inbox:
         """The columns that the worker has filled since the last time."""
         filled = {name for response in self._responses for name in response.columns}
         return pack_columns(self._responses, self._known, filled)
+
+
+def begin_features(processing: Processing, prompts: Sequence[Prompt]) -> None:
+    """Begins to make the prompts' features, which don't travel, in background threads: in the trainer's own process its
+    loader has made them while the step before went on."""
+
+    def make(index: int) -> None:
+        processing.features(prompts[index])
+        processing.hold(prompts[index])
+
+    start_ahead(make, range(len(prompts)), AHEAD_THREADS)

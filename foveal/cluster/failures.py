@@ -14,8 +14,11 @@ from foveal.errors import FovealError, WorkerError
 
 _TAIL = 15
 """Lines of a worker's output, and as many of its errors, in a message."""
-_READING = 10.0
-"""Seconds in which another machine must have read a log."""
+_READING = 20.0
+"""Seconds in which another machine must have read a log. Ray needs about as many to know that a machine is gone."""
+_AGAIN = (
+    "Start the same command again to go on from the last checkpoint, or set trainer.max_restarts to have that done."
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Whereabouts:
 
     def with_rank(self, rank: int) -> Whereabouts:
         return replace(self, rank=rank)
+
+    def is_lost(self) -> bool:
+        """Whether its machine is none of the cluster's any more."""
+        return bool(self.node) and not any(node["NodeID"] == self.node and node["Alive"] for node in ray.nodes())
 
     def end_of_log(self) -> str:
         """The last lines of its log, read by a task on its machine."""
@@ -76,10 +83,15 @@ def explain(stage: str, failures: Mapping[int, RayError], places: Sequence[Where
         rank = next(iter(failures))
     place, cause = places[rank], _cause(failures[rank])
     if isinstance(cause, RayActorError):
+        log = place.end_of_log()  # first: until it gives up, Ray may learn that the machine is gone
+        if place.is_lost():
+            return WorkerError(
+                f"{describe(place)} was lost during {stage}: its machine, node {place.node[:12]}, has left the Ray "
+                f"cluster. {_AGAIN}"
+            )
         return WorkerError(
-            f"{describe(place)} died during {stage}: {_reason(cause)}\n{place.end_of_log()}\n"
-            "Without a reason there the system may have ended it for want of memory. Start the same command again to "
-            "go on from the last checkpoint."
+            f"{describe(place)} died during {stage}: {_reason(cause)}\n{log}\n"
+            f"Without a reason there the system may have ended it for want of memory. {_AGAIN}"
         )
     if isinstance(cause, FovealError):
         several = len({other.host for other in places}) > 1

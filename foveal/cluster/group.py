@@ -27,9 +27,12 @@ class Snapshot(Protocol):
 class Workers(Protocol):
     """One worker in this process, or many elsewhere: the trainer can't tell.
 
-    `rollout` hands out groups while others are still being sampled, which is what lets generation overlap with scoring
-    (and, with engines of their own devices, with an update). The passes fill columns of the groups' responses.
+    `rollout` hands out groups while others are still being sampled, which is what lets generation overlap with scoring.
+    It samples with today's weights; in a run with `trainer.async_rollout`, where it goes on in another thread while the
+    policy is updated, with those of the last `hand_over`. The passes fill columns of the groups' responses.
     """
+
+    def hand_over(self) -> None: ...
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]: ...
 

@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections import deque
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 
-from foveal.cluster.crew import Line
-from foveal.cluster.delivery import Delivery, Inbox
-from foveal.cluster.failures import Whereabouts
+from foveal.cluster.actor import Actor
+from foveal.cluster.delivery import Delivery, Inbox, begin_features
 from foveal.cluster.topology import team_size
 from foveal.cluster.transport import PackedColumn, PackedResponses, pack_responses
+from foveal.cluster.weight_channel import WeightChannel, WeightSender
 from foveal.cluster.worker import Worker
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.models.flops import FlopCounter
-from foveal.track import console
-from foveal.train.place import take_place
+from foveal.train.place import Place, take_place
 from foveal.train.processes import saving_group
 from foveal.train.snapshot import Snapshot
 from foveal.types import Metrics, Sampling
 
 
-class Member:
-    """A worker among several. Methods of the concurrency group `control` answer while others are at work.
-
-    Args:
-        folder: the working directory of the run, where relative paths begin.
-    """
+class Member(Actor):
+    """A worker among several."""
 
     def __init__(self, folder: str) -> None:
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        self._lines: deque[Line] = deque()
+        super().__init__(folder)
         self._inbox = Inbox()
         self._snapshot: Snapshot | None = None
-        self._store: dist.TCPStore | None = None
-        self._stopped = -1  # number of the last rollout that was asked to stop
-        self.rank = -1
-
-    def whereabouts(self) -> Whereabouts:
-        context = ray.get_runtime_context()
-        gpus = context.get_accelerator_ids().get("GPU", [])
-        log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else ""
-        return Whereabouts(self.rank, socket.gethostname(), context.get_node_id(), ",".join(gpus), os.getpid(), log)
-
-    def meet(self, rank: int, world: int, timeout: float) -> tuple[str, int] | None:
-        """Tells the process its rank; the first one becomes the place where all find each other, and returns where."""
-        self.rank = rank
-        if rank:
-            return None
-        host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(
-            host, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
-        return host, self._store.port
+        self._sender: WeightSender | None = None
 
     def start(
         self,
@@ -75,24 +44,38 @@ class Member:
         """Joins the others and builds the worker.
 
         Args:
-            threads: that PyTorch may use on the host.
-            timeout: seconds that a collective may take.
+            world, address, threads, timeout: as of `Actor.join`.
             shared: arguments of every `Worker`, the last of them by name.
 
         Returns:
             what counts the operations of a pass through the policy.
         """
         config, processing, options = shared
-        console.divert(self._take_line)
-        torch.set_num_threads(threads)
-        wait = timedelta(seconds=timeout)
-        store = self._store or dist.TCPStore(*address, world, is_master=False, timeout=wait)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=wait)
+        self.join(world, address, threads, timeout)
         saving_group()
-        place = take_place(team_size(config))
+        place = take_place(team_size(config)) if world > 1 else Place()
         self.worker = Worker(config, processing, place=place, **options)
         return self.worker.meter.counter(self.worker.scorer)
+
+    def connect(
+        self, address: tuple[str, int], ends: int, timeout: float, dtype: torch.dtype | None, takes_adapters: bool
+    ) -> None:
+        """Takes the sending end of the channel to engines elsewhere, in the first process.
+
+        Args:
+            ends: of the channel, this one and the engines'.
+            dtype, takes_adapters: the engines'.
+        """
+        first = self.rank == 0
+        channel = WeightChannel(address, 0, ends, self.worker.device, timeout) if first else None
+        self._sender = WeightSender(channel, dtype, takes_adapters)
+
+    def hand_over(self) -> None:
+        """Sends today's weights to the engines elsewhere; all processes together."""
+        assert self._sender is not None
+        self._sender.begin()
+        self.worker.hand_over_weights(self._sender, has_base=self._sender.has_base)
+        self._sender.end()
 
     # -- the trainer's calls ------------------------------------------------------------------------------------
 
@@ -105,10 +88,13 @@ class Member:
             number: of the rollout, for `stop`.
             speaks: whether its answers are wanted: those of an engine's other processes are the same.
         """
+        assert self.worker.engine is not None
         self.worker.engine.stop_asked = lambda: self._stopped >= number
         self._inbox.take(delivery)
+        prompts = [self._inbox.prompts[uid] for uid in uids]
+        begin_features(self.worker.processing, prompts)
         order = {uid: number for number, uid in enumerate(uids)}
-        for group in self.worker.sample([self._inbox.prompts[uid] for uid in uids], sampling):
+        for group in self.worker.sample(prompts, sampling):
             if speaks:
                 yield order[group.prompt.uid], pack_responses(group.responses)
 
@@ -128,6 +114,8 @@ class Member:
 
     def load(self, folder: Path, step: int) -> None:
         self.worker.load(folder, step)
+        if self._sender is not None:
+            self._sender.has_base = False
 
     def close(self) -> None:
         self.worker.close()
@@ -142,22 +130,3 @@ class Member:
             self._snapshot.write(folder)
         finally:
             self._snapshot = None
-
-    @ray.method(concurrency_group="control")
-    def stop(self, number: int) -> None:
-        """Lets a rollout end at the next token, in failure."""
-        self._stopped = number
-
-    @ray.method(concurrency_group="control")
-    def sees(self, path: Path) -> bool:
-        return path.exists()
-
-    @ray.method(concurrency_group="control")
-    def lines(self) -> list[Line]:
-        """What the worker had to say since the last call."""
-        return [self._lines.popleft() for _ in range(len(self._lines))]
-
-    def _take_line(self, kind: str, text: str) -> None:
-        print(f"{kind}: {text}", flush=True)  # into this process's log
-        if self.rank == 0 or kind != "note":
-            self._lines.append((kind, text))

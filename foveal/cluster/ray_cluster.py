@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import ray
@@ -20,6 +21,8 @@ _PASSED_ON = ("HF_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TOKENIZERS_", "TRITON
 """Beginnings of the environment variables that workers get from the trainer's process."""
 _PATIENCE = 120
 """Seconds for resources that the cluster has to become free."""
+_JOINING = 5
+"""Seconds for machines that may just be joining."""
 
 
 class Cluster:
@@ -37,16 +40,18 @@ class Cluster:
         trainer = config.trainer
         self.timeline = trainer.ray_timeline
         self._group: PlacementGroup | None = None
-        self._is_own = _connect(trainer.devices)
+        self._is_guest = ray.is_initialized()  # joined before, for the data and the rewards (`machines.joined`)
+        self._is_own = not self._is_guest and connect(trainer.devices)
         try:
-            self.device = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-            _check_size(config, self.device)
+            self.device = _kind()
+            _check_size(config, _JOINING)
             bundle = {"CPU": float(trainer.n_gpus_per_node)}
             if self.device == "GPU":
                 bundle["GPU"] = float(trainer.n_gpus_per_node)
             # A bundle is one machine's share, and strictly spread ones lie on different machines.
             self._group = placement_group([bundle] * trainer.nnodes, strategy="STRICT_SPREAD")
             if not self._group.wait(_PATIENCE):
+                _check_size(config, 0)
                 raise WorkerError(
                     f"the cluster's devices did not become free within {_PATIENCE} s; another run may hold them "
                     "(`ray status` shows what is in use)."
@@ -65,7 +70,7 @@ class Cluster:
         if self.device == "GPU":
             options["num_gpus"] = 1
         if not self._is_own:  # whose processes have other variables
-            options["runtime_env"] = {"env_vars": _environment()}
+            options["runtime_env"] = {"env_vars": passed_on()}
         return actor_class.options(**options).remote(*arguments)
 
     def close(self) -> None:
@@ -79,13 +84,37 @@ class Cluster:
             with suppress(Exception):  # it is gone with its cluster
                 remove_placement_group(self._group)
             self._group = None
+        if not self._is_guest:
+            ray.shutdown()
+
+
+def wait_for_devices(config: Config) -> None:
+    """Waits until the cluster that a run has joined has enough devices again: `trainer.stage_timeout` seconds at most.
+
+    Raises:
+        ConfigError: it hasn't, with what it has.
+    """
+    if os.environ.get("RAY_ADDRESS") == "local":
+        return
+    try:
+        ray.init(address="auto", **_quiet())
+    except ConnectionError:  # a cluster of our own, or the next to join it says why it can't
+        return
+    try:
+        _check_size(config, config.trainer.stage_timeout)
+    finally:
         ray.shutdown()
 
 
-def _connect(devices: int) -> bool:
-    """Whether the cluster is our own."""
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": f"foveal-{os.getpid()}"}
+def connect(devices: int) -> bool:
+    """Joins or starts the cluster; whether it is our own.
+
+    Raises:
+        ConfigError: the cluster that RAY_ADDRESS names cannot be joined.
+    """
+    quiet = _quiet()
     store = min(_STORE_BYTES, int(0.3 * (available_memory() or _STORE_BYTES)))
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what drives a GPU would wait for whatever runs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do, and warns of until then
     try:
         cores = max(os.cpu_count() or 1, devices)
@@ -101,9 +130,21 @@ def _connect(devices: int) -> bool:
         ) from error
 
 
-def _check_size(config: Config, device: str) -> None:
-    trainer = config.trainer
-    end = time.monotonic() + 5  # nodes may just be joining
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": "error", "namespace": f"foveal-{os.getpid()}"}
+
+
+@cache
+def _kind() -> str:
+    """What a worker takes: a GPU where the cluster has any. Decided once: a run whose machines with GPUs have left must
+    not go on without."""
+    return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+
+
+def _check_size(config: Config, patience: float) -> None:
+    """Raises ConfigError where the cluster still lacks devices after so many seconds."""
+    trainer, device = config.trainer, _kind()
+    end = time.monotonic() + patience
     while True:
         found = {
             node["NodeManagerHostname"] + f" ({node['NodeManagerAddress']}, {node['NodeID'][:6]})": int(
@@ -119,13 +160,14 @@ def _check_size(config: Config, device: str) -> None:
             break
         time.sleep(0.5)
     listed = ", ".join(f"{name}: {count}" for name, count in found.items())
-    default = "" if "trainer.n_gpus_per_node" in config.given else " (the default)"
+    waited = f" after {patience:g} s of waiting" if patience > _JOINING else ""
     raise ConfigError(
-        f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}{default} given, but "
-        f"the Ray cluster has these {device}s: {listed}. Set both to what there is, or start Ray on the other machines "
-        "(`ray start --address=…`)."
+        f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node} given, but "
+        f"the Ray cluster has these {device}s{waited}: {listed}. Set both to what there is, or start Ray on the other "
+        "machines (`ray start --address=…`)."
     )
 
 
-def _environment() -> dict[str, str]:
+def passed_on() -> dict[str, str]:
+    """The environment variables that a process on another machine gets from this one."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}

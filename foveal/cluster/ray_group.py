@@ -1,9 +1,8 @@
-"""Many workers, each in a process of its own on its own device, under Ray."""
+"""Many workers, each in a process of its own on its own device, under Ray; and engines on devices of their own."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,17 @@ import ray
 from foveal.cluster.balance import training_cost
 from foveal.cluster.crew import Crew
 from foveal.cluster.dispatch import Dispatch
-from foveal.cluster.failures import Whereabouts
+from foveal.cluster.engine_member import EngineMember
+from foveal.cluster.engines import Engines, sampled
+from foveal.cluster.launch import gather, start
 from foveal.cluster.member import Member
 from foveal.cluster.ray_cluster import Cluster
 from foveal.cluster.topology import engine_size, team_size
-from foveal.cluster.transport import unpack_responses
 from foveal.config import Config
 from foveal.data.processing import Processing
-from foveal.errors import CheckpointError, ConfigError, WorkerError
+from foveal.errors import ConfigError
 from foveal.models.flops import FlopCounter
+from foveal.track.timing import BusyClock
 from foveal.types import Group, Metrics, Prompt, Sampling
 
 _CLOSING = 20.0
@@ -48,19 +49,27 @@ class RayWorkers:
         self._engine_size = engine_size(config)
         self._cluster = Cluster(config)
         self._crew: Crew | None = None
+        self._engines: Engines | None = None
+        trained, apart = config.training_devices, config.cluster.rollout_devices > 0
+        # the processes of one engine would stop at different tokens
+        stoppable = self._engine_size == 1
         try:
-            self._crew = self._gather()
+            self._crew = gather(config, self._cluster, Member, range(trained), stoppable=stoppable)
             if options["train"]:
                 self._check_folder(config.trainer.checkpoint_dir.absolute())
+            if apart:
+                own = range(trained, config.trainer.devices)
+                self._engines = Engines(config, gather(config, self._cluster, EngineMember, own, stoppable=stoppable))
             counter = self._start(options)
         except BaseException:
             self.close()
             raise
-
+        self._ahead = options["train"] and config.trainer.async_rollout
+        self._clock = BusyClock()
         self._dispatch = Dispatch(
-            config.trainer.devices,
+            trained,
             team_size=team_size(config),
-            engine_size=self._engine_size,
+            engine_size=1 if apart else self._engine_size,
             cost=self._cost_by(counter),
             batch_size=config.worker.actor.global_batch_size,
             with_logprobs=config.algorithm.correction != "none",
@@ -72,29 +81,6 @@ class RayWorkers:
         shared_prefix = self.config.worker.actor.shared_prefix
         merge = math.isqrt(processing.merge_length)
         return partial(training_cost, counter=counter, media_ids=media, merge=merge, shared_prefix=shared_prefix)
-
-    def _gather(self) -> Crew:
-        """Starts the processes; ranks go by machine, and on each by GPU."""
-        trainer = self.config.trainer
-        remote: Any = ray.remote
-        actor_class = remote(concurrency_groups={"control": 1, "saving": 1})(Member)
-        actors = [
-            self._cluster.start(actor_class, node, os.getcwd())
-            for node in range(trainer.nnodes)
-            for _ in range(trainer.n_gpus_per_node)
-        ]
-        unplaced = [Whereabouts(-1, "a machine of the cluster", "", "", 0, "")] * len(actors)
-        self._crew = Crew(actors, unplaced, trainer.stage_timeout)  # to be ended where this fails
-        places = self._crew.call("the start of the processes", "whereabouts")
-        order = sorted(
-            range(len(actors)), key=lambda i: (places[i].host, places[i].node, len(places[i].gpu), places[i].gpu, i)
-        )
-        return Crew(
-            [actors[i] for i in order],
-            [places[i].with_rank(rank) for rank, i in enumerate(order)],
-            trainer.stage_timeout,
-            stoppable=self._engine_size == 1,  # the processes of one engine would stop at different tokens
-        )
 
     def _check_folder(self, folder: Path) -> None:
         """Raises ConfigError where a machine doesn't see the run's folder, which all workers write into."""
@@ -108,35 +94,39 @@ class RayWorkers:
             )
 
     def _start(self, options: dict[str, Any]) -> FlopCounter:
-        crew, config = self._running, self.config
-        timeout = config.trainer.stage_timeout + 60.0  # the trainer is to notice first
-        world = config.trainer.devices
-        address = crew.call("the start of the workers", "meet", lambda rank: (rank, world, timeout))[0]
-        threads = max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node)
-        shared = ray.put((config, self.processing, options))
-
-        def arguments(rank: int) -> tuple[Any, ...]:
-            return world, address, threads, timeout, shared
-
-        counter: FlopCounter = crew.call("the start of the workers", "start", arguments)[0]
+        shared = ray.put((self.config, self.processing, options))
+        if self._engines is None:
+            results, _ = start(self.config, [self._running], shared)
+        else:
+            results, addresses = start(self.config, [self._running, self._engines.crew], shared)
+            self._engines.connect(self._running, addresses[0], results[1][0])
+        counter: FlopCounter = results[0][0]
         return counter
 
     # -- the trainer's calls ------------------------------------------------------------------------------------
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
-        """As `Workers.rollout`; each prompt goes to one engine."""
-        shares = self._dispatch.share_prompts(prompts)
+        """As `Workers.rollout`; each prompt goes to one engine.
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            own = shares[rank]
-            speaks = rank % self._dispatch.engine_size == 0
-            return self._dispatch.to_sample(rank, own), [prompt.uid for prompt in own], sampling, speaks
-
+        Raises:
+            EngineError: beside what an engine raises, where one of its own devices has died: the weights are safe.
+        """
+        if self._engines is None:
+            answers = sampled(self._running, self._dispatch, prompts, sampling)
+        else:
+            if not self._ahead:
+                self.hand_over()
+            answers = self._engines.rollout(prompts, sampling)
         skip = self.config.worker.reward.skip_special_tokens
-        for rank, (number, packed) in self._running.stream("sampling", "rollout", arguments):
-            group = Group(shares[rank][number], unpack_responses(packed))
+        for group in answers:
             self.processing.decode(group, skip_special_tokens=skip)
             yield group
+
+    def hand_over(self) -> None:
+        """As `Workers.hand_over`; without devices of their own engines take the weights when they wake up."""
+        if self._engines is not None:
+            with self._clock.busy():
+                self._engines.hand_over()
 
     def old_logprobs(self, groups: Sequence[Group]) -> None:
         self._run("old_logprobs", "the pass for old_logprobs", groups, {"old_logprobs"})
@@ -158,6 +148,7 @@ class RayWorkers:
         batch = self.config.worker.actor.global_batch_size
         metrics = self._run("update", "the policy's update", groups, needed, arguments, batch)
         self._dispatch.end_step()
+        self._weights_changed()
         return metrics
 
     def _run(
@@ -182,15 +173,23 @@ class RayWorkers:
             sizes = {} if batch_size is None else {"sizes": self._dispatch.sizes(rank, batch_size)}
             return method, deliveries[rank], {**(arguments or {}), **sizes}
 
-        results = self._running.call(stage, "run", of_rank)
+        with self._clock.busy():
+            results = self._running.call(stage, "run", of_rank)
         self._dispatch.take_columns([columns for _, columns in results])
         metrics: Metrics = results[0][0]  # of all workers together
         return metrics
 
     def performance(self, timings: dict[str, float]) -> Metrics:
-        """Of all workers together: rates added up, shares of the peak averaged, the highest memory."""
+        """Of all workers together: rates added up, shares of the peak averaged, the highest memory; with engines apart
+        also for how much of the step (`timings`) either side did nothing."""
         found = self._running.call("measuring", "performance", lambda rank: (timings,))
-        return combined(found, team_size=self._dispatch.team_size, engine_size=self._dispatch.engine_size)
+        metrics = combined(found, team_size=self._dispatch.team_size, engine_size=self._dispatch.engine_size)
+        if self._engines is not None:
+            metrics |= self._engines.performance()
+            if seconds := timings.get("step"):
+                metrics["perf/idle_s/trainer"] = self._clock.idle(seconds)
+                metrics["perf/idle_s/engine"] = self._engines.clock.idle(seconds)
+        return metrics
 
     def snapshot(self, *, model_only: bool, copied: bool) -> RemoteSnapshot:
         """As `Worker.snapshot`; the states stay where they are."""
@@ -199,13 +198,21 @@ class RayWorkers:
 
     def load(self, folder: Path, step: int) -> None:
         self._running.call("loading the checkpoint", "load", lambda rank: (folder.absolute(), step))
+        self._weights_changed()
 
     def close(self) -> None:
         """Ends the engines, the processes, and what was started of Ray."""
+        engines, self._engines = self._engines, None
+        if engines is not None:
+            engines.close(_CLOSING)
         crew, self._crew = self._crew, None
         if crew is not None:
             crew.close(_CLOSING)
         self._cluster.close()
+
+    def _weights_changed(self) -> None:
+        if self._engines is not None:
+            self._engines.are_stale = True
 
     @property
     def _running(self) -> Crew:
@@ -225,12 +232,9 @@ class RemoteSnapshot:
 
         Raises:
             OSError: the disk refused.
-            CheckpointError: a worker failed.
+            WorkerError: a worker failed.
         """
-        try:
-            self.crew.call("saving", "write", lambda rank: (folder.absolute(),), beside=self.copied)
-        except WorkerError as error:
-            raise CheckpointError(f"the checkpoint is not written: {error}") from error
+        self.crew.call(f"saving {folder.stem}", "write", lambda rank: (folder.absolute(),), beside=self.copied)
 
 
 def combined(found: Sequence[Metrics], *, team_size: int, engine_size: int) -> Metrics:

@@ -14,13 +14,15 @@ from foveal.rollout.engine import choose_engine
 
 def topology_problems(config: Config, engine: Literal["vllm", "transformers"]) -> list[str]:
     """A line for each thing that keeps `trainer.nnodes` × `trainer.n_gpus_per_node` devices from working together."""
-    devices = config.trainer.devices
+    if lines := [*_engines_apart(config, engine)]:
+        return lines  # what the devices are divided into is not known
+    devices = config.training_devices
     lines = [*_sharing(config)]
-    if devices == 1:
+    if config.trainer.devices == 1:
         return lines
     if find_spec("ray") is None:
         lines.append(
-            f"trainer.nnodes × trainer.n_gpus_per_node = {devices}: several devices need Ray "
+            f"trainer.nnodes × trainer.n_gpus_per_node = {config.trainer.devices}: several devices need Ray "
             "(`pip install 'foveal[ray]'`); or set both to 1"
         )
     for role, fsdp in _sharded(config).items():
@@ -29,7 +31,7 @@ def topology_problems(config: Config, engine: Literal["vllm", "transformers"]) -
             lines.append(f"{role}.fsdp.fsdp_size={size}: {_choices(size, devices)}, or -1 for one group of all")
     size = config.worker.rollout.tensor_parallel_size
     if engine == "vllm":
-        lines += _engines(size, devices, config.trainer.n_gpus_per_node)
+        lines += _engines(size, config.engine_devices, config.trainer.n_gpus_per_node)
     return lines
 
 
@@ -42,11 +44,26 @@ def engine_size(config: Config) -> int:
     """Workers that share an engine."""
     if choose_engine(config) != "vllm":
         return 1
-    return min(config.worker.rollout.tensor_parallel_size, config.trainer.devices)
+    return min(config.worker.rollout.tensor_parallel_size, config.engine_devices)
+
+
+def _engines_apart(config: Config, engine: Literal["vllm", "transformers"]) -> Iterator[str]:
+    key, own, devices = "cluster.rollout_devices", config.cluster.rollout_devices, config.trainer.devices
+    if config.trainer.async_rollout and not own and not config.trainer.val_only:
+        cure = f"set it to some of the {devices} devices" if devices > 1 else "have 2 or more, and set it to some"
+        yield f"trainer.async_rollout=true: answers are sampled beside training, but {key} is 0; {cure}"
+    if own >= devices:
+        most = f"; set it to {devices - 1} at most" if devices > 1 else "; set it to 0, or have more devices"
+        yield f"{key}={own}: of {devices} device{'s' if devices > 1 else ''} none is left to train{most}"
+    if own and engine == "transformers":
+        yield (
+            f"{key}={own}: the transformers engine samples with the trainer's own module, on the trainer's own "
+            "devices; set it to 0, or use vLLM (worker.rollout.name=vllm)"
+        )
 
 
 def _sharing(config: Config) -> Iterator[str]:
-    devices, size, key = config.trainer.devices, team_size(config), "worker.actor.ulysses_size"
+    devices, size, key = config.training_devices, team_size(config), "worker.actor.ulysses_size"
     if devices % size:
         yield f"{key}={size}: {_choices(size, devices)}"
     elif size > 1 and (path := config.worker.actor.model.model_path):
@@ -66,9 +83,10 @@ def _engines(size: int, devices: int, per_node: int) -> Iterator[str]:
     key = "worker.rollout.tensor_parallel_size"
     if size >= devices:
         return
+    rest = devices % per_node  # on a machine that trains too
     if devices % size:
         yield f"{key}={size}: {_choices(size, devices)}"
-    elif per_node % size and size % per_node:
+    elif (per_node % size and size % per_node) or rest % size:
         yield f"{key}={size}: an engine would lie across machines of {per_node} devices; {_divisors(per_node)}"
 
 

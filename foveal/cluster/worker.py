@@ -1,8 +1,8 @@
-"""The worker of one device: the policy, the reference policy, and the engine that samples beside them."""
+"""The worker of one device: the policy, the reference policy, and the engine that samples beside them, unless engines
+have devices of their own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -13,6 +13,7 @@ import torch
 
 from foveal.algorithm import get_advantage
 from foveal.cluster.room import check_room
+from foveal.cluster.weight_channel import WeightSender
 from foveal.config import Config
 from foveal.config.schema_model import FsdpConfig, ModelConfig
 from foveal.data.processing import Processing
@@ -81,7 +82,8 @@ class Worker:
         actor = config.worker.actor
         self._source = str(weights or actor.model.model_path)
         # vLLM measures what memory it can have, so it starts first; then it sleeps until answers are wanted.
-        vllm = self._start_vllm(images, train=train) if choose_engine(config) == "vllm" else None
+        has_engine = not config.cluster.rollout_devices
+        vllm = self._start_vllm(images, train=train) if has_engine and choose_engine(config) == "vllm" else None
         dtype = actor.weights_dtype(self.device.type)
         model: Any
         if checkpoint is None:
@@ -129,27 +131,21 @@ class Worker:
             self._compile()
         self.meter = self._start_meter()
         self.weight_version = 0
-        self.engine: RolloutEngine = vllm or self._transformers_engine()
+        self.engine: RolloutEngine | None = (vllm or self._transformers_engine()) if has_engine else None
         self._engine_awake = False
         self._share_told = False  # of merged adapters
         self._staging = Staging()
         # on a CPU the device's memory is the host's; without training there is one set of weights, which fits
-        self.parked = self._parkings() if train and self.device.type != "cpu" else {}
+        self.parked = self._parkings() if train and self.engine and self.device.type != "cpu" else {}
 
     def _start_vllm(self, images: int, *, train: bool) -> RolloutEngine:
-        from foveal.rollout.vllm_engine import VllmEngine
+        from foveal.rollout.vllm_engine import start_engine
 
-        model_path = self.config.worker.actor.model.model_path
-        assert model_path is not None
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             check_room(self.config, total, train=train, devices=self.place.world)
-        console.note(f"starting vLLM: {'one to two minutes' if self.device.type == 'cuda' else 'about ten seconds'}")
-        started = time.perf_counter()
-        engine = VllmEngine(self.config, self.processing, model_path=model_path, device=self.device, images=images)
+        engine = start_engine(self.config, self.processing, device=self.device, images=images)
         engine.sleep()
-        seconds = time.perf_counter() - started
-        console.note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
         return engine
 
     def _transformers_engine(self) -> TransformersEngine:
@@ -252,7 +248,8 @@ class Worker:
         return phase_parkings(
             self.config,
             self.device,
-            actor=None if self.engine.dtype is None else self.model,  # such an engine samples with these very weights
+            # an engine without a type samples with these very weights
+            actor=None if self._own_engine.dtype is None else self.model,
             optimizer=self.policy.optimizer if self.policy else None,
             reference=self.reference if isinstance(self.reference, TokenScorer) else None,
             critic=self.critic.scorer if self.critic else None,
@@ -274,35 +271,46 @@ class Worker:
 
     def sample(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
         """As `rollout`, but responses have no text."""
-        if not self._engine_awake:
-            self.forget_step()
-            self._fetch("actor")
-            for name in self.parked.keys() - {"actor"}:
-                self.parked[name].away()
-            self._engine_awake = True  # from here on it holds memory, also where a signal stops it halfway
-            self.engine.wake()
-            self._hand_over_weights()
-            if "actor" in self.parked:
-                self.parked["actor"].away()  # the engine takes memory for its cache next
-        self.engine.submit(prompts, sampling, self.weight_version)
+        self.hand_over()
+        engine = self._own_engine
+        engine.submit(prompts, sampling, self.weight_version)
         with self.meter.generation() as count:
-            for group in self.engine.collect():
+            for group in engine.collect():
                 count(group)
                 yield group
 
-    def _hand_over_weights(self) -> None:
-        """Gives the engine today's weights: whole, or as the base weights and an adapter where it takes these."""
-        engine, adapted = self.engine, has_lora(self.model)
-        apart = adapted and engine.takes_adapters
-        engine.update_weights(named_tensors(self.model, dtype=engine.dtype, merge=not apart), self.weight_version)
+    def hand_over(self) -> None:
+        """Wakes the engine with today's weights, where it sleeps."""
+        if self._engine_awake:
+            return
+        self.forget_step()
+        self._fetch("actor")
+        for name in self.parked.keys() - {"actor"}:
+            self.parked[name].away()
+        self._engine_awake = True  # from here on it holds memory, also where a signal stops it halfway
+        self._own_engine.wake()
+        self.hand_over_weights(self._own_engine)
+        if "actor" in self.parked:
+            self.parked["actor"].away()  # the engine takes memory for its cache next
+
+    def hand_over_weights(self, to: RolloutEngine | WeightSender, *, has_base: bool = False) -> None:
+        """Gives today's weights to an engine: whole, or as the base weights and an adapter where it takes these.
+
+        Args:
+            has_base: whether it still has the base weights, which an adapter leaves as they are.
+        """
+        adapted = has_lora(self.model)
+        apart = adapted and to.takes_adapters
+        if not (apart and has_base):
+            to.update_weights(named_tensors(self.model, dtype=to.dtype, merge=not apart), self.weight_version)
         if apart:
-            engine.update_adapter(adapter_tensors(self.model), adapter_config(self.model), self.weight_version)
-        elif adapted and engine.dtype is not None and self.weight_version and not self._share_told:
+            to.update_adapter(adapter_tensors(self.model), adapter_config(self.model), self.weight_version)
+        elif adapted and to.dtype is not None and self.weight_version and not self._share_told:
             self._share_told = True
             console.note(
                 f"adapters are merged into the engine's weights: of their effect at step {self.weight_version} "
-                f"{surviving_share(self.model, engine.dtype):.0%} survives the rounding to "
-                f"{str(engine.dtype).removeprefix('torch.')}"
+                f"{surviving_share(self.model, to.dtype):.0%} survives the rounding to "
+                f"{str(to.dtype).removeprefix('torch.')}"
             )
 
     def old_logprobs(self, groups: Sequence[Group]) -> None:
@@ -378,7 +386,8 @@ class Worker:
             model_only: leaves the states of optimizers and random generators out (`trainer.save_model_only`).
             copied: copies it to host memory, if there is room; over the copy before, which must have been written.
         """
-        gathered = self.engine.dtype is None and not self.place.alone  # whole weights, which states are not made of
+        # whole weights, which states are not made of
+        gathered = self.engine is not None and self.engine.dtype is None and not self.place.alone
         if gathered or any(parking.is_away for parking in self.parked.values()):
             self._make_room()
             self._fetch(*self.parked)
@@ -430,21 +439,27 @@ class Worker:
 
     def close(self) -> None:
         """Ends the engine."""
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def _make_room(self) -> None:
         """Takes the engine's memory from it; for good where it was stopped in the middle of its work, as by Ctrl-C."""
         try:
             self.rest_engine()
         except EngineError:
-            self.engine.close()
+            self._own_engine.close()
             self._engine_awake = False
 
     def rest_engine(self) -> None:
         """Before anything else uses the device or changes the weights, which the engine takes anew when it wakes up."""
         if self._engine_awake:
-            self.engine.sleep()
+            self._own_engine.sleep()
             self._engine_awake = False
+
+    @property
+    def _own_engine(self) -> RolloutEngine:
+        assert self.engine is not None, "this worker was built without an engine"
+        return self.engine
 
     @property
     def _trained(self) -> Policy:

@@ -72,7 +72,7 @@ def no_effect(config: Config, engine: Literal["vllm", "transformers"]) -> list[s
         listed.update(keys)
         if keys:
             lines.append(f"no effect here: {', '.join(keys)} ({reason})")
-    key, devices = "worker.rollout.tensor_parallel_size", config.trainer.devices
+    key, devices = "worker.rollout.tensor_parallel_size", config.engine_devices
     size = config.value(key)
     if size > devices and key in config.given and key not in listed:  # the default, 2, is EasyR1's: nobody's wish
         reason = f"devices: {devices}" if engine == "vllm" else f"vLLM only; devices: {devices}"
@@ -102,6 +102,8 @@ def remarks(config: Config) -> list[str]:
             f"worker.actor.loss_type=policy_gradient with {steps} optimizer steps per batch: it has no importance "
             "ratio, so all but the first take answers of an older policy for the current one's"
         )
+    if config.trainer.max_restarts and config.trainer.save_freq < 1:
+        lines.append("trainer.max_restarts without trainer.save_freq: the run starts over from its beginning each time")
     return lines
 
 
@@ -115,18 +117,24 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
         names = "limit_images gpu_memory_utilization enforce_eager tensor_parallel_size max_num_batched_tokens dtype"
         yield "vLLM only", tuple(rollout + name for name in names.split())
         yield "the transformers engine samples with these very weights", ("worker.actor.offload.offload_params",)
-    if config.trainer.devices == 1:
+    if config.training_devices == 1:
         names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync"
         yield (
             "one process: nothing is sharded",
             tuple(f"{section}fsdp.{name}" for section in sections for name in names.split()),
         )
-        yield "one process: no Ray", ("trainer.ray_timeline", "trainer.stage_timeout")
     else:
         names = "use_orig_params mp_buffer_dtype"
         yield "FSDP1 only", tuple(f"{section}fsdp.{name}" for section in sections for name in names.split())
         reason = "each process reads its own part of the weights"
         yield reason, tuple(f"{section}fsdp.enable_rank0_init" for section in sections)
+    if config.trainer.devices == 1:
+        yield "one process: no Ray", ("trainer.ray_timeline", "trainer.stage_timeout", "trainer.max_restarts")
+    if config.cluster.rollout_devices:
+        reason = "no engine shares the trainer's devices"
+        yield reason, ("worker.actor.offload.", "worker.ref.offload.", "worker.critic.offload.")
+    if config.trainer.val_only:
+        yield "nothing is trained", ("trainer.async_rollout", "trainer.max_restarts")
     yield (
         "sequences are always packed up to a number of tokens",
         tuple(section + name for section in sections for name in ("padding_free", "dynamic_batching")),

@@ -33,8 +33,10 @@ class TrainerConfig(Section):
         default=["console", "wandb"], description="Where metrics go. A tracker that is missing is one warning line."
     )
     nnodes: Positive = Field(default=1, description="Machines.")
-    n_gpus_per_node: Positive = Field(
-        default=8, description="Devices per machine; without accelerators, worker processes per machine."
+    n_gpus_per_node: PositiveOrOff = Field(
+        default=-1,
+        description="Devices per machine; -1 means every GPU that is there, or one worker without any. Without "
+        "accelerators, worker processes per machine.",
     )
     max_try_make_batch: PositiveOrOff = Field(
         default=20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
@@ -83,10 +85,21 @@ class TrainerConfig(Section):
         default=False,
         description="Begin the training rows anew, which may be others, when going on from a checkpoint.",
     )
+    async_rollout: bool = Field(
+        default=False,
+        description="Sample the next step's answers while the policy learns from this step's, on devices of their own "
+        "(`cluster.rollout_devices`). Answers are then one step old; `algorithm.correction` is `tis` unless given.",
+    )
     stage_timeout: Positive = Field(
         default=1800,
         description="Seconds that a stage of a run on several devices (starting, sampling the next answer, a pass, "
         "saving) may take before the run ends with a message.",
+    )
+    max_restarts: NotNegative = Field(
+        default=0,
+        description="Times that a run on several devices goes on by itself, from its last checkpoint, after a worker's "
+        "process or machine was lost, stalled, or lost its engine. A single device works in the run's own process, "
+        "which ends with it.",
     )
     ray_timeline: str | None = Field(
         default=None, description="File for a timeline of Ray's tasks, as Chrome's tracing shows it."
@@ -106,8 +119,19 @@ class TrainerConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all machines, or worker processes without accelerators."""
+        """Devices of all machines, or worker processes without accelerators, once `settle_devices` has counted."""
+        assert self.n_gpus_per_node > 0, "nobody has counted the devices"
         return self.nnodes * self.n_gpus_per_node
+
+
+class ClusterConfig(Section):
+    """Which devices do what."""
+
+    rollout_devices: NotNegative = Field(
+        default=0,
+        description="The last so many of all devices hold engines alone, and the others train. 0: every device samples "
+        "and trains by turns.",
+    )
 
 
 class Config(Section):
@@ -117,6 +141,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantages, KL, filtering.")
     worker: WorkerConfig = Field(default_factory=WorkerConfig, description="Models, sampling, rewards.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Length, devices, saving, logging.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Which devices do what.")
 
     _given: frozenset[str] = PrivateAttr(frozenset())
 
@@ -124,6 +149,16 @@ class Config(Section):
     def given(self) -> frozenset[str]:
         """Dotted keys that the file or the command line set."""
         return self._given
+
+    @property
+    def training_devices(self) -> int:
+        """Devices that hold the trained models."""
+        return self.trainer.devices - self.cluster.rollout_devices
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that hold engines: some of their own, or those that train."""
+        return self.cluster.rollout_devices or self.trainer.devices
 
     def value(self, key: str) -> Any:
         """The value at a dotted key, as `worker.rollout.n`."""

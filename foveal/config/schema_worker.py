@@ -154,7 +154,7 @@ class WorkerConfig(Section):
 
     hybrid_engine: Literal[True] = Field(
         default=True,
-        description="No effect: sampling and training share their devices.",
+        description="No effect: `cluster.rollout_devices` says whether sampling and training share their devices.",
     )
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy that is trained.")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model of PPO.")

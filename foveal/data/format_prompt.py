@@ -10,6 +10,8 @@ import jinja2.meta
 
 from foveal.errors import DataError
 
+_ENVIRONMENT = jinja2.Environment(undefined=jinja2.StrictUndefined)
+
 
 class FormatPrompt:
     """A template whose variables are `content` (the question), every column of the row by its name, and `row` (all of
@@ -25,11 +27,10 @@ class FormatPrompt:
         path = Path(file).expanduser()
         if not path.is_file():
             raise DataError(f"data.format_prompt: there is no file {file} (looked for from {Path.cwd()}).")
-        environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
         try:
-            text = path.read_text(encoding="utf-8").strip()
-            self._template = environment.from_string(text)
-            variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
+            self._text = path.read_text(encoding="utf-8").strip()
+            self._template = _ENVIRONMENT.from_string(self._text)
+            variables = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(self._text))
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"data.format_prompt: {file}, line {error.lineno}: {error.message}.") from error
         except (OSError, UnicodeDecodeError) as error:
@@ -40,6 +41,14 @@ class FormatPrompt:
                 f"{{{{ content }}}} where the question goes."
             )
         self._file = file
+
+    def __getstate__(self) -> tuple[str, str]:
+        return self._file, self._text
+
+    def __setstate__(self, state: tuple[str, str]) -> None:
+        """For other machines, where the file need not lie; Jinja's own templates cannot travel."""
+        self._file, self._text = state
+        self._template = _ENVIRONMENT.from_string(self._text)
 
     def render(self, content: str, row: dict[str, Any], place: str) -> str:
         """The question `content` as the template wraps it; DataError names the row if the template fails."""

@@ -8,13 +8,14 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from foveal.cluster.machines import machines
 from foveal.data.media import MediaSize, refused_size
 from foveal.data.prompts import PromptBuilder
 from foveal.errors import FovealError
@@ -66,22 +67,40 @@ def measure_all(builder: PromptBuilder, rows: Sequence[int], most_processes: int
     """Looks at all of `rows`, some at a time and in no order.
 
     It begins here, and goes on in processes when the first second shows that the rest would take longer than starting
-    them is worth.
+    them is worth; where the run has joined a Ray cluster of several machines, in tasks on all of them.
     """
     chunks = deque(rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
     # Where the system doesn't say which processors are ours (macOS), forking is not safe either.
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]
     processes = min(most_processes, len(own))
-    begin, done = time.monotonic(), 0
+    cluster = machines() if most_processes > 1 else []
+    begin, done, inside = time.monotonic(), 0, False
     with ThreadPoolExecutor(THREADS) as pool:
         while chunks:
-            yield measure(builder, chunks.popleft(), pool)
+            found = measure(builder, chunks.popleft(), pool)
+            inside = inside or any(one.images + one.videos and not one.files for one in found)
+            yield found
             done += 1
             seconds = time.monotonic() - begin
-            if processes > 1 and seconds > TRIAL_SECONDS and seconds / done * len(chunks) > WORTH_SECONDS:
+            if (cluster or processes > 1) and seconds > TRIAL_SECONDS and seconds / done * len(chunks) > WORTH_SECONDS:
                 break
-    if chunks:
+    if chunks and cluster:
+        from foveal.data.measure_cluster import measure_on_cluster
+
+        # Pictures inside the rows take longer to send than to look at, and downloads would lie elsewhere.
+        here_only = inside or builder.data.allow_urls
+        yield from measure_on_cluster(builder, chunks, cluster, most_processes, here_only=here_only)
+        processes = 1  # nothing is forked beside Ray's threads
+    if chunks and processes > 1:
         yield from _measure_in_processes(builder, list(chunks), min(processes, len(chunks)))
+    else:
+        yield from _measure_here(builder, chunks)
+
+
+def _measure_here(builder: PromptBuilder, chunks: Iterable[Sequence[int]]) -> Iterator[list[Measured]]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        for chunk in chunks:
+            yield measure(builder, chunk, pool)
 
 
 @dataclass(frozen=True)
@@ -159,10 +178,7 @@ def _measure_in_processes(
             child.join()
         for reader in left:
             reader.close()
-    undone = [chunk for own in left.values() for chunk in own]
-    with ThreadPoolExecutor(THREADS) as pool:
-        for chunk in undone:
-            yield measure(builder, chunk, pool)
+    yield from _measure_here(builder, [chunk for own in left.values() for chunk in own])
 
 
 def _child(builder: PromptBuilder, chunks: list[Sequence[int]], writer: Connection, readers: list[Connection]) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from foveal.reward.contract import Failure, FunctionSpec, Outcome
+from foveal.reward.places import PlaceLost, Places, Process
 from foveal.reward.process import Call, RewardProcess
 
 _Queued: TypeAlias = tuple[Call, "Future[list[Outcome]]"]
@@ -17,9 +18,9 @@ _Queued: TypeAlias = tuple[Call, "Future[list[Outcome]]"]
 class RewardPool:
     """Up to `size` reward processes that take calls in the order of `submit`.
 
-    The first starts here, others when calls wait for them. A batch function has one, which keeps its state. A process
-    of an async function of one dict takes all calls that wait at once; when they end it, they are tried again by halves
-    until only those are lost that do.
+    The first starts here, others when calls wait for them, where `Places` has them. A batch function has one, which
+    keeps its state. A process of an async function of one dict takes all calls that wait at once; when they end it,
+    they are tried again by halves until only those are lost that do.
 
     Args:
         memory_limit: bytes that each process may take, or None.
@@ -31,7 +32,6 @@ class RewardPool:
     def __init__(self, spec: FunctionSpec, size: int, memory_limit: float | None = None) -> None:
         self.spec = spec
         self.restarts = 0
-        self._memory_limit = memory_limit
         self._calls: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._closed = False
         first = RewardProcess(spec, memory_limit)
@@ -40,9 +40,9 @@ class RewardPool:
         except BaseException:
             first.close()
             raise
-        self._processes: list[RewardProcess | None] = [first]
-        if self.info.kind == "sequential":
-            self._processes += [None] * (size - 1)
+        count = size if self.info.kind == "sequential" else 1
+        self._places = Places(spec, memory_limit, count)
+        self._processes: list[Process | None] = [first, *[None] * (count - 1)]
         self._threads = [
             threading.Thread(target=self._serve, args=(slot,), name=f"reward-{slot}", daemon=True)
             for slot in range(len(self._processes))
@@ -66,6 +66,7 @@ class RewardPool:
             self._calls.put(None)
         for thread in self._threads:
             thread.join()
+        self._places.close()
 
     def _serve(self, slot: int) -> None:
         while (queued := self._calls.get()) is not None:
@@ -102,10 +103,7 @@ class RewardPool:
         calls = [call for call, _ in taken]
         call = calls[0] if len(calls) == 1 else self._merged(calls)
         try:
-            process = self._living_process(slot)
-            outcomes = process.call(call)
-            if process.outgrown and isinstance(outcomes[0], Failure):  # earlier calls filled it, not this one
-                outcomes = self._living_process(slot).call(call)
+            outcomes = self._scored(slot, call)
         except BaseException as error:
             for _, future in taken:
                 future.set_exception(error)
@@ -120,6 +118,19 @@ class RewardPool:
             future.set_result(outcomes[done : done + len(call.inputs)])
             done += len(call.inputs)
 
+    def _scored(self, slot: int, call: Call) -> list[Outcome]:
+        while True:
+            try:
+                process = self._living_process(slot)
+                outcomes = process.call(call)
+                if process.outgrown and isinstance(outcomes[0], Failure):  # earlier calls filled it, not this one
+                    outcomes = self._living_process(slot).call(call)
+                return outcomes
+            except PlaceLost as lost:
+                if self._closed:
+                    raise
+                self._places.leave(slot, lost)
+
     def _merged(self, calls: list[Call]) -> Call:
         """One call for all. The event loop keeps each answer's limit; this one ends a loop that no longer turns."""
         inputs = [one for call in calls for one in call.inputs]
@@ -127,14 +138,14 @@ class RewardPool:
         rounds = math.ceil(len(inputs) / self.spec.concurrency)
         return Call(inputs, pictures, (rounds + 1) * calls[0].limit)
 
-    def _living_process(self, slot: int) -> RewardProcess:
+    def _living_process(self, slot: int) -> Process:
         process = self._processes[slot]
         if process is not None and process.alive:
             return process
         if process is not None:
             self.restarts += 1
             process.close()
-        process = self._processes[slot] = RewardProcess(self.spec, self._memory_limit)
+        process = self._processes[slot] = self._places.start(slot)
         if self._closed:  # `close` may have looked just before
             process.kill()
         process.load()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -32,6 +32,7 @@ MARK = "FOVEAL_REWARD_PROCESS"
 
 Inputs: TypeAlias = list[dict[str, Any]]
 Pictures: TypeAlias = Sequence[Sequence[bytes]]
+Fetch: TypeAlias = Callable[[PictureRequest], bytes]
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,15 @@ class RewardProcess:
             raise reply
         return reply
 
-    def call(self, call: Call) -> list[Outcome]:
-        """Scores the inputs of `call`; after a timeout, a death or too much memory the process is not `alive`."""
+    def call(self, call: Call, fetch: Fetch | None = None) -> list[Outcome]:
+        """Scores the inputs of `call`; after a timeout, a death or too much memory the process is not `alive`.
+
+        Args:
+            fetch: gets the pictures that the function asks for, in the place of `call.pictures`.
+        """
         count = len(call.inputs)
-        reply = self._exchange(call.inputs, call.limit, f"scoring {count} answers", call.pictures)
+        fetch = fetch or (lambda asked: call.pictures[asked.sample][asked.picture])
+        reply = self._exchange(call.inputs, call.limit, f"scoring {count} answers", fetch)
         if isinstance(reply, Failure):
             self._end()
             self.outgrown = reply.kind == "memory" and self._calls > 0
@@ -148,7 +154,7 @@ class RewardProcess:
         self.kill()
         self._process.wait()
 
-    def _exchange(self, message: Any, limit: float, doing: str, pictures: Pictures = ()) -> Any:
+    def _exchange(self, message: Any, limit: float, doing: str, fetch: Fetch | None = None) -> Any:
         """Sends one message and returns the reply, or a Failure when the process is too slow, too large, or dies."""
         begin = time.monotonic()
         notice = FIRST_NOTICE
@@ -163,9 +169,9 @@ class RewardProcess:
                         note(f"{self.spec.label} is still {doing} after {waited:.0f} s (limit {limit:g} s)")
                         notice *= 2
                 reply = self._connection.recv()
-                if not isinstance(reply, PictureRequest):
+                if fetch is None or not isinstance(reply, PictureRequest):
                     return reply
-                self._connection.send(pictures[reply.sample][reply.picture])
+                self._connection.send(fetch(reply))
         except (EOFError, OSError):
             return self._death()
 

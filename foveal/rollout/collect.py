@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -126,6 +127,10 @@ class Collector:
     @property
     def with_baseline(self) -> bool:
         return get_advantage(self.config.algorithm.adv_estimator).needs_baseline
+
+    def position(self) -> tuple[dict[str, Any], list[Group]]:
+        """Where the data stands, and the groups that are left over: what a resumed run goes on from."""
+        return self.loader.state_dict(), list(self.surplus)
 
     def collect(
         self, step: int, timings: dict[str, float], advance: Callable[[int], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from foveal.rollout.vllm_scheduler import with_bursts
 from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment, quiet_libraries
 from foveal.rollout.vllm_weights import by_expert, reload
 from foveal.rollout.watchdog import Watchdog
+from foveal.track import console
 from foveal.types import Group, Prompt, Response, Sampling
 
 STEP_LIMIT = 600.0
@@ -394,6 +396,22 @@ class VllmEngine(RolloutEngine):
             raise EngineError("the engine has no weights yet: wake and update it first")
         if self.takes_adapters and self._adapter_version is None:
             raise EngineError("the engine has no adapter yet: it takes one after every update of its weights")
+
+
+def start_engine(config: Config, processing: Processing, *, device: torch.device, images: int) -> VllmEngine:
+    """The engine of a run, with a line before and after.
+
+    Raises:
+        as `VllmEngine`.
+    """
+    model_path = config.worker.actor.model.model_path
+    assert model_path is not None
+    console.note(f"starting vLLM: {'one to two minutes' if device.type == 'cuda' else 'about ten seconds'}")
+    started = time.perf_counter()
+    engine = VllmEngine(config, processing, model_path=model_path, device=device, images=images)
+    seconds = time.perf_counter() - started
+    console.note(f"vLLM is there after {seconds:.0f} s, with room for {engine.cache_tokens:,} tokens in work")
+    return engine
 
 
 def _start(arguments: Any, longest_prompt: int) -> tuple[Any, Any]:

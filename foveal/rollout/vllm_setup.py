@@ -192,7 +192,7 @@ def keep_known(arguments: dict[str, Any], known: Collection[str]) -> dict[str, A
 def max_sequences(config: Config) -> int:
     """Answers that one engine samples side by side: the largest generation call of the run, where that is sensible."""
     data, rollout, trainer = config.data, config.worker.rollout, config.trainer
-    engines = max(trainer.devices // rollout.tensor_parallel_size, 1)
+    engines = max(config.engine_devices // rollout.tensor_parallel_size, 1)
     calls = []
     if not trainer.val_only:
         calls.append((data.mini_rollout_batch_size or data.rollout_batch_size) * rollout.n)

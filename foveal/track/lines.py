@@ -27,6 +27,9 @@ _WITH_CHANGE = ("reward", "score")
 _STEP_SECONDS = ("perf/time_per_step", "timing_s/step")
 _VALIDATION_SECONDS = ("timing_s/validation",)
 
+_WORTH_TELLING = 0.1
+"""Part of a step that one side must have been idle for."""
+
 
 class StepLines:
     """Writes the lines of one run. Columns stay aligned because a column never gets narrower."""
@@ -53,6 +56,10 @@ class StepLines:
         cells = self._cells("training", _TRAINING, metrics)
         if seconds is not None:
             cells.append(self._padded("training seconds", duration(seconds)))
+            for side in ("trainer", "engine"):
+                idle = metrics.get(f"perf/idle_s/{side}", 0.0)
+                if idle > _WORTH_TELLING * seconds:
+                    cells.append(f"{side} idle {100 * idle / seconds:.0f} %")
         if total_steps is not None and self._durations and total_steps > step:
             left = sum(self._durations) / len(self._durations) * (total_steps - step)
             cells.append(f"left {duration(left)}")

@@ -48,6 +48,16 @@ def rollout_metrics(groups: list[Group], max_prompt_length: int) -> Metrics:
     return metrics
 
 
+def staleness(groups: list[Group], version: int) -> Metrics:
+    """`rollout/staleness`: how many updates older than `version` the weights are that wrote the answers, in the mean.
+
+    Args:
+        version: of the weights that the update begins with.
+    """
+    ages = [version - written for r in _trained(groups) for _, written in r.weight_spans]
+    return {"rollout/staleness": float(np.mean(ages))} if ages else {}
+
+
 def validation_metrics(groups: list[Group]) -> Metrics:
     """How the model does on the validation set.
 

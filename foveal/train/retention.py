@@ -44,6 +44,9 @@ class Checkpoints:
         save_limit: how many to keep, the best included; with 1 the best is kept besides the newest; below 1 keeps all.
         best_metric: what the scores are that checkpoints are saved with.
         best_mode: which of two scores is the better one.
+
+    Attributes:
+        written: whether one has been written here.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Checkpoints:
         self.judge = {"best_metric": best_metric, "best_mode": best_mode}
         self.best_step: int | None = None
         self.best_score: float | None = None
+        self.written = False
         self._background = Background()
 
     def folder(self, step: int) -> Path:
@@ -130,6 +134,7 @@ class Checkpoints:
             in_first_process(begin)
             write(partial_folder)
             in_first_process(commit)
+            self.written = True
             self.best_step, self.best_score = state["best_global_step"], state["best_val_reward_score"]
             in_first_process(partial(self._write_tracker, step))
         except OSError as error:

@@ -1,0 +1,157 @@
+"""Runs that lose workers and go on by themselves: to the same weights as one that lost none."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from foveal import restart
+from foveal.cli import main
+from foveal.config import Config, load_config
+from foveal.config.rules import no_effect, remarks
+from foveal.errors import DataError, EngineError, FovealError, WorkerError
+from foveal.track.file import read_log
+from foveal.train.checkpoint import load_trained
+from tests.cluster_support import MARK, Strikes, kill, nothing_is_left
+from tests.small_run import small_run
+
+STEPS = 4
+
+
+def hang(crew: Any, _victim: Any) -> None:
+    """Leaves the worker stopped, and gives the stage few seconds."""
+    crew.timeout = 9
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_trained(run / f"global_step_{STEPS}", dtype=torch.float32).state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_workers_in_every_stage_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    mark = uuid.uuid4().hex
+    for name, value in {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", MARK: mark}.items():
+        monkeypatch.setenv(name, value)
+    several = ["trainer.n_gpus_per_node=2", f"trainer.max_steps={STEPS}", "trainer.save_freq=1", "data.val_files=null"]
+    args = small_run(tmp_path, "qwen2_5_vl", *several, "worker.actor.ppo_epochs=2", "trainer.async_save=false")
+    assert main(["train", *args, f"trainer.save_checkpoint_path={tmp_path / 'whole'}"]) == 0
+    strikes = Strikes(
+        monkeypatch,
+        [
+            ("sampling", 1, kill),
+            ("the policy's update", 1, kill),
+            ("the policy's update", 0, hang),
+            ("saving", 0, kill),
+        ],
+    )
+    capfd.readouterr()
+    assert main(["train", *args, "trainer.max_restarts=2"]) == 1
+    hung = capfd.readouterr()
+    assert main(["train", *args, "trainer.async_save=true"]) == 1
+    saved = capfd.readouterr()
+    assert not strikes.plan and max(strikes.seconds) < 60 and nothing_is_left(mark)
+    one = r"worker 1 \(\S+, process \d+\)"
+    for stage in ("sampling", "the policy's update"):
+        assert len(re.findall(rf"warning: {one} died during {stage}: .*\nThe end of its log", hung.err)) == 1, hung.err
+    late = rf"error: no progress for \d+ s in the policy's update, which {one} did not finish and where no call is answ"
+    assert re.search(late, hung.err), hung.err
+    assert re.search(r"restart 1 of 2 after \d+ s: going on after step 1; 0 finished steps and the one un", hung.out)
+    assert re.search(r"restart 2 of 2 after \d+ s: going on after step 2; 0", hung.out), hung.out
+    # it was written while the next step's answers were sampled: whichever notices first
+    assert re.search(rf"error: {one} died during (saving global_step_\d|sampling): ", saved.err), saved.err
+    assert saved.err.count(" died ") == 1, saved.err
+    assert main(["train", *args]) == 0
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert list(read_log(tmp_path / "run" / "experiment_log.jsonl")) == [1, 2, 3, 4]
+
+
+class Scripted:
+    """Takes the trainer's place: each time it is built it does what comes next in `script`.
+
+    A step number is how far it comes before its workers die, with a checkpoint where that is above 0; errors are raised
+    by `fit`, or as it is built where they stand in a list.
+    """
+
+    script: ClassVar[list[Any]] = []
+    seen: ClassVar[list[tuple[str | None, bool, dict[str, str]]]] = []
+
+    def __init__(self, config: Config, tracker_ids: dict[str, str]) -> None:
+        trainer = config.trainer
+        self.seen.append((trainer.load_checkpoint_path, trainer.find_last_checkpoint, dict(tracker_ids)))
+        self.next = self.script.pop(0)
+        if isinstance(self.next, list):
+            raise self.next[0]
+        self.step = self.next if isinstance(self.next, int) else 0
+        self.checkpoints = self.trackers = self.signals = self
+        self.written = self.step > 0
+        self.run_ids = {"wandb": "abc"}
+        self.asked = self.next == "asked"
+
+    def fit(self) -> int:
+        if self.next == "done":
+            return 0
+        if isinstance(self.next, FovealError):
+            raise self.next
+        raise WorkerError("worker 1 died")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(restart, "Trainer", Scripted)
+    monkeypatch.setattr(restart, "_wait_for_devices", lambda config: None)
+    monkeypatch.setattr(Scripted, "seen", [])
+
+    def train(script: list[Any], *overrides: str) -> int:
+        monkeypatch.setattr(Scripted, "script", script)
+        most = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2"]
+        return restart.train(load_config([*most, "worker.rollout.n=2", *overrides]))
+
+    return train
+
+
+def test_a_checkpoint_of_the_run_takes_the_place_of_the_one_it_began_with(run: Any) -> None:
+    assert run([0, 3, "done"], "trainer.load_checkpoint_path=there", "trainer.find_last_checkpoint=false") == 0
+    assert Scripted.seen == [("there", False, {}), ("there", False, {"wandb": "abc"}), (None, True, {"wandb": "abc"})]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides"),
+    [
+        ([1, 2, 3], []),
+        ([DataError("a row"), "done"], []),
+        ([[EngineError("no vLLM")], "done"], []),
+        (["asked", "done"], []),
+        ([1, "done"], ["trainer.n_gpus_per_node=1"]),
+    ],
+)
+def test_what_a_restart_cannot_cure_ends_the_run(run: Any, script: list[Any], overrides: list[str]) -> None:
+    tries = 3 if script == [1, 2, 3] else 1
+    with pytest.raises(FovealError):
+        run(script, *overrides)
+    assert len(Scripted.seen) == tries
+
+
+def test_a_start_without_its_workers_and_a_dead_engine_count_as_losses(run: Any) -> None:
+    assert run([EngineError("it died"), [WorkerError("worker 0 died")], "done"]) == 0
+
+
+def test_it_is_said_where_restarts_do_little_or_nothing() -> None:
+    def told(*overrides: str) -> tuple[bool, bool]:
+        several = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2", "worker.rollout.n=2"]
+        config = load_config([*several, *overrides])
+        nothing = any("trainer.max_restarts" in line for line in no_effect(config, "transformers"))
+        return nothing, any("starts over" in line for line in remarks(config))
+
+    assert told() == (False, True)
+    assert told("trainer.save_freq=5") == (False, False)
+    assert told("trainer.save_freq=5", "trainer.n_gpus_per_node=1") == (True, False)
+    assert told("trainer.save_freq=5", "trainer.val_only=true") == (True, False)
