@@ -1,17 +1,27 @@
-"""Seconds of a step that scoring takes beyond generation: 2,560 mathematical answers, graded by math-verify.
+"""Seconds of a step that scoring costs beyond generation: 2,560 mathematical answers, graded by math-verify.
 
-Usage: python -m benchmarks.reward_speed [GENERATION_SECONDS] [PROCESSES] [FUNCTION]
+Usage: python -m benchmarks.reward_speed [--seconds 20] [--processes 2] [--function FILE:NAME] [--out FILE]
 
-512 groups of 5 answers finish evenly over GENERATION_SECONDS (20), as an engine hands them over, and are scored by
-FUNCTION (benchmarks/reward_speed.py:grade) in PROCESSES (2) reward processes. Printed: the work itself, in one process
-and without pauses, then what is left of it when the last answer is there.
+512 groups of 5 answers come in over so many seconds as an engine hands them over that samples all of them at a time:
+each when the longest of its answers is there, the cut ones at the very end. They are scored in so many reward
+processes, and everything runs on two processors, however many there are.
+
+Counted is what the step waits for: the calls of `submit`, which hold up the engine, and `finish` after the last answer.
+Beside that stand the processor time that the run's own process took for scoring, its threads included, which an engine
+in the same process may feel, and the work itself, in one process and without generation.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import platform
 import random
-import sys
 import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +32,8 @@ from foveal.types import Group, Prompt, Response
 
 REWARD_TYPE = "sequential"
 GROUPS, ANSWERS = 512, 5
+LIMIT = 1024
+"""Tokens of an answer at most; at the end of generation."""
 THOUGHT = "We look at the triangle: the angle at $B$ is $90^\\circ$, so $AC^2 = AB^2 + BC^2$. "
 
 
@@ -44,7 +56,8 @@ def make_groups(seed: int = 0) -> list[Group]:
         for _ in range(ANSWERS):
             answer = chance.choice([truth, *others])
             text = f"<think>{THOUGHT * 15}</think> The answer is \\boxed{{{answer}}}."
-            responses.append(Response(np.zeros(500, np.int64), np.zeros(500, np.float32), "stop", text=text))
+            length = min(LIMIT, round(300 * chance.lognormvariate(0, 0.6)))  # 2 % are cut
+            responses.append(Response(np.zeros(length, np.int64), np.zeros(length, np.float32), "stop", text=text))
         groups.append(Group(prompt, responses))
     return groups
 
@@ -64,32 +77,81 @@ def _truth(chance: random.Random) -> tuple[str, list[str]]:
     )
 
 
-def score(groups: list[Group], config: RewardConfig, seconds: float) -> tuple[float, float]:
-    """Scores `groups` as they finish over `seconds`: (seconds from first to last answer, seconds after that)."""
+@dataclass
+class Spent:
+    """Seconds of a round.
+
+    Attributes:
+        generation: from the first to the last answer. submit: of that, in calls of `submit`.
+        finish: after the last answer. own_cpu: processor time of the run's process, reward processes not included.
+    """
+
+    generation: float
+    submit: float
+    finish: float
+    own_cpu: float
+    mean: float
+
+
+def score(groups: list[Group], config: RewardConfig, seconds: float) -> Spent:
+    """Scores `groups`, of which each comes when its longest answer does, one of `LIMIT` tokens after `seconds`."""
+    arrivals = {id(group): seconds * max(len(one.token_ids) for one in group.responses) / LIMIT for group in groups}
+    submit = 0.0
     with RewardRunner(config, "train") as runner:
         runner.submit(make_groups()[0])  # imports of the function's libraries are no part of a step
         runner.finish()
-        begin = time.perf_counter()
-        for number, group in enumerate(groups):
-            time.sleep(max(0.0, begin + seconds * number / len(groups) - time.perf_counter()))
+        begin, cpu = time.perf_counter(), time.process_time()
+        for group in sorted(groups, key=lambda group: arrivals[id(group)]):
+            time.sleep(max(0.0, begin + arrivals[id(group)] - time.perf_counter()))
+            before = time.perf_counter()
             runner.submit(group)
+            submit += time.perf_counter() - before
         generated = time.perf_counter()
         metrics = runner.finish(groups)
-        finished = time.perf_counter()
+        finished, cpu = time.perf_counter(), time.process_time() - cpu
+    if metrics["reward/errors"] or metrics["reward/timeouts"]:
+        raise SystemExit(f"not all answers were scored: {metrics}")
     mean = sum(response.rewards["overall"] for group in groups for response in group.responses) / (GROUPS * ANSWERS)
-    print(f"  mean {mean:.3f}, {metrics['reward/errors']:g} errors, {metrics['reward/timeouts']:g} time-outs")
-    return generated - begin, finished - generated
+    return Spent(generated - begin, submit, finished - generated, cpu, mean)
 
 
 def main() -> None:
-    seconds, processes, function = [*sys.argv[1:], *["20", "2", f"{__file__}:grade"][len(sys.argv) - 1 :]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--function", default=f"{__file__}:grade")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reward_speed.json")
+    options = parser.parse_args()
+    processors = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, processors)
+    load = os.getloadavg()[0]
     groups = make_groups()
-    print(f"{GROUPS * ANSWERS} answers, {function}")
-    alone = sum(score(groups, RewardConfig(reward_function=function, num_cpus=1), 0.0))
-    print(f"all at once, 1 process: {alone:.2f} s")
-    config = RewardConfig(reward_function=function, num_cpus=int(processes))
-    generation, rest = score(groups, config, float(seconds))
-    print(f"over {generation:.1f} s of generation, {processes} processes: {rest:.2f} s of the step")
+    alone = score(groups, RewardConfig(reward_function=options.function, num_cpus=1), 0.0)
+    config = RewardConfig(reward_function=options.function, num_cpus=options.processes)
+    spent = score(groups, config, options.seconds)
+    result = {
+        "answers": GROUPS * ANSWERS,
+        "function": options.function.removeprefix(f"{Path(__file__).parents[1]}/"),
+        "math_verify": version("math-verify"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processors": len(processors),
+        "load_before": load,
+        "reward_processes": options.processes,
+        "one_process_without_generation_seconds": alone.submit + alone.finish,
+        "generation_seconds": spent.generation,
+        "submit_seconds": spent.submit,
+        "finish_seconds": spent.finish,
+        "critical_path_seconds": spent.submit + spent.finish,
+        "own_cpu_seconds": spent.own_cpu,
+        "mean_reward": spent.mean,
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"{GROUPS * ANSWERS} answers cost {spent.submit + spent.finish:.2f} s of a step ({spent.submit:.2f} s while "
+        f"others are generated, {spent.finish:.2f} s after the last) on {len(processors)} processors with "
+        f"{options.processes} reward processes; the work itself takes {alone.submit + alone.finish:.2f} s in one"
+    )
 
 
 if __name__ == "__main__":

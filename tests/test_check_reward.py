@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,61 @@ def test_a_function_that_never_returns_is_told_once(
     monkeypatch.setattr("foveal.check.scoring.FIRST_LIMIT", 0.1)
     found = alarming(check(tmp_path, model, "def compute_score(x):\n    while True: pass"))
     assert len(found) == 1 and "ran longer" in found[0].text and not found[0].rows
+
+
+ASKS_A_SERVER = EQUAL.replace("def ", "async def ").replace("return", "await asyncio.sleep(0.25); return")
+
+
+def test_a_server_is_rated_by_what_it_does_at_a_time(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foveal.check.scoring.TIME_LIMIT", 0.1)
+    monkeypatch.setattr("foveal.check.reward.SLOW", 0.02)
+    monkeypatch.setattr("foveal.check.reward.BUDGET", 1.0)
+    reward = f"import asyncio\n{ASKS_A_SERVER}"
+    assert alarming(check(tmp_path, model, reward, "worker.reward.concurrency=32")) == []
+    (slow,) = alarming(check(tmp_path, model, reward, "worker.reward.concurrency=4"))
+    assert "at 4 at a time" in slow.text and "worker.reward.concurrency" in slow.cure
+    assert 60 <= float(re.findall(r"slow: (\d+) s per 1,000", slow.text)[0]) < 120
+
+
+def test_a_server_for_which_a_run_would_wait_longer_is_no_error(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foveal.check.scoring.SERVER_LIMIT", 0.1)
+    found = alarming(check(tmp_path, model, f"import asyncio\n{ASKS_A_SERVER}"))
+    assert [one.level for one in found] == ["warning"] and "longer than this check" in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("body", "cure"),
+    [
+        ("return float(get(x['response']) == x['answer'])", "which keys it reads"),
+        ("return float(get(x['response']).strip() == x['ground_truth'])", "a number for any text"),
+    ],
+)
+def test_a_fault_on_right_answers_is_no_matter_of_odd_ones(body: str, cure: str, tmp_path: Path, model: Path) -> None:
+    found = check(tmp_path, model, f"def compute_score(x):\n    {body}")
+    assert cure in next(one for one in found if "raised" in one.text).cure
+
+
+def test_a_function_of_one_dict_that_does_not_say_so_is_told(tmp_path: Path, model: Path) -> None:
+    found = check(tmp_path, model, f"del REWARD_TYPE\n{EQUAL}")
+    assert 'needs REWARD_TYPE = "sequential"' in found[0].cure
+
+
+def test_only_the_number_of_a_truth_with_a_unit_is_a_right_answer(tmp_path: Path, model: Path) -> None:
+    rows = [{**row, "answer": f"{row['answer']} dots"} for row in SUMS]
+    prompt = THINK.replace("the answer between", "only the number between")
+    reward = "def compute_score(x): return float(get(x['response']) == x['ground_truth'].split()[0])"
+    assert alarming(check(tmp_path, model, reward, prompt=prompt, rows=rows)) == []
+
+
+def test_a_picture_that_cannot_be_read_is_given_to_the_reward_once(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    rows = [{"images": [str(tmp_path / "broken.png")], **row, "problem": f"<image>{row['problem']}"} for row in SUMS]
+    reward = EQUAL.replace("return", "assert len(x['images']) == 1; return")
+    assert alarming(check(tmp_path, model, reward, rows=rows)) == []
 
 
 def test_a_prompt_that_gives_the_answer_away_is_found(tmp_path: Path, model: Path) -> None:

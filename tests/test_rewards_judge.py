@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from PIL import Image
 
 from foveal.config.schema_reward import RewardConfig
 from foveal.errors import RewardError
+from foveal.reward.part import start_parts
 from foveal.reward.runner import RewardRunner
 from foveal.types import Group, Media
 from tests.reward_support import make_group, overall, score
@@ -48,6 +50,15 @@ class Handler(BaseHTTPRequestHandler):
         status, text = self.server.script.pop(0) if self.server.script else (200, "Fine.\n**Score: 7**")
         if status == 0:  # no answer in time
             time.sleep(1)
+            return
+        if status == -1:  # a byte now and then
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            for _ in range(10):
+                with suppress(OSError):
+                    self.wfile.write(b" ")
+                time.sleep(0.1)
             return
         usage = {"prompt_tokens": 100, "completion_tokens": 20}
         body = json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}) if status == 200 else text
@@ -126,10 +137,49 @@ def test_a_server_that_is_not_there_is_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("reply", ["A good answer.", "Score: 11", "Score: -1"])
-def test_a_reply_without_a_score_is_an_error_that_shows_it(server: Server, reply: str) -> None:
-    server.script = [(200, reply)]
-    with pytest.raises(RewardError, match=f"no score from 0 to 10: '{reply}'"):
-        score(judge(server), make_group("x", "a"))
+def test_a_reply_without_a_score_is_shown_and_the_run_goes_on(
+    server: Server, reply: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [(200, reply), (200, reply)]
+    metrics = score(judge(server, timeout_score=-1.0, concurrency=1), group := make_group("x", "a", "b", "c"))
+    assert overall(group) == [-1.0, -1.0, 0.7]
+    assert metrics["reward/errors"] == 2.0
+    assert capfd.readouterr().out.count(f"no score from 0 to 10: '{reply}'") == 1
+
+
+def test_replies_without_a_score_end_the_run_where_they_are_too_many(server: Server) -> None:
+    server.script = [(200, "Fine.")] * 6
+    with pytest.raises(RewardError, match=r"(?s)6 of the last 6 answers got no score: 6 had none to get.*'Fine\.'"):
+        score(judge(server, max_error_rate=0.01), make_group("x", *"abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "limit", "seconds"),
+    [
+        ({}, None, 400),
+        ({"timeout": 10, "retries": 7}, None, 8 * 10 + 63 + 60 + 9),
+        ({"retries": 0, "requests_per_minute": 10}, None, 60 + 60 + 9),
+        ({}, 20.0, 20.0),
+    ],
+)
+def test_an_answer_has_the_time_of_all_its_tries(
+    server: Server, kwargs: dict[str, Any], limit: float | None, seconds: float
+) -> None:
+    config = RewardConfig(
+        reward_function="foveal.rewards.judge:Judge",
+        reward_function_kwargs={"url": server.url, "model": "tiny", **kwargs},
+        time_limit=limit,
+    )
+    (part,) = start_parts(config)
+    assert part.time_limit == seconds
+    part.close()
+
+
+def test_a_server_that_sends_a_little_now_and_then_is_no_longer_waited_for(server: Server) -> None:
+    server.script = [(-1, "")]
+    score(judge(server, {"timeout": 0.5}), group := make_group("x", "a"))
+    assert overall(group) == [0.7]
+    assert len(server.requests) == 2
 
 
 def test_what_is_no_chat_completion_is_shown(server: Server) -> None:

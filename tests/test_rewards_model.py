@@ -98,6 +98,28 @@ def test_an_encoders_label_is_read_as_a_probability(tmp_path: Path) -> None:
     assert overall(group) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_group_that_the_model_cannot_score_costs_that_group(tmp_path: Path) -> None:
+    save_language_classifier(tmp_path, padding="[PAD]")
+    groups = [make_group("x", "one", "two"), make_group("x", "one", "two")]
+    groups[0].prompt.row, groups[1].prompt.row = {"problem": "how many"}, {"question": "how many"}
+    kwargs = {"path": str(tmp_path), "question": "problem"}
+    for on_error in ("score", "raise"):
+        config = RewardConfig(
+            reward_function="foveal.rewards.model:RewardModel",
+            reward_function_kwargs=kwargs,
+            on_error=on_error,  # type: ignore[arg-type]
+            timeout_score=-9.0,
+        )
+        if on_error == "raise":
+            with pytest.raises(RewardError, match="raised KeyError: 'problem', in a batch of 2 answers"):
+                score(RewardRunner(config, "train"), *groups)
+        else:
+            metrics = score(RewardRunner(config, "train"), *groups)
+            assert overall(groups[1]) == [-9.0, -9.0] and -9.0 not in overall(groups[0])
+            assert metrics["reward/errors"] == 2.0
+
+
 @pytest.mark.parametrize(("label", "number"), [("good", 1), (1, 1), (0, 0)])
 def test_a_label_is_named_or_numbered(label: str | int, number: int) -> None:
     assert find_label(label, {0: "bad", 1: "good"}, "folder") == number

@@ -84,6 +84,13 @@ def test_filtered_groups_of_two_have_a_constant_mean_and_are_not_stuck() -> None
     assert said == []
 
 
+@pytest.mark.parametrize("name", ["format", "format_reward", "right_format", "form", "accuracy"])
+def test_parts_of_the_reward_that_are_a_form(name: str) -> None:
+    said, found = run(lambda step, metrics: {"reward/overall": step / 100, f"reward/{name}": 0.9 if step < 20 else 0.1})
+    assert [line.split(" has")[0] for line in said] == ([] if name == "accuracy" else [f"step 22: reward/{name}"])
+    assert ("alarm/format_collapse" in found[-1]) == (name != "accuracy")
+
+
 def test_an_error_rate_that_falls_is_no_format_collapse() -> None:
     said, _ = run(lambda step, metrics: metrics | {"reward/format_error": 1.0 if step < 15 else 0.0})
     assert said == []

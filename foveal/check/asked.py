@@ -49,7 +49,10 @@ WORDS_HINTS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("point", re.compile(r"\(x, ?y\)|\bone point\b|point coordinates", re.I)),
     (
         "number",
-        re.compile(r"\binteger\b|whole number|decimal|(?:only|just|single|a|the final) number\b|数字|整数", re.I),
+        re.compile(
+            r"\binteger\b|whole number|decimal|(?:(?:only|just)(?: the| a)?|single|a|the final) number\b|数字|整数",
+            re.I,
+        ),
     ),
 )
 

@@ -70,7 +70,7 @@ def check(config: Config, rows: int, generate: int, page: Path | None) -> int:
         told = [finding.text for finding in findings]
         for one in check_reward(config, rows, processing=processing):
             # Where no row can be used, trying the reward ends with what the data has been blamed for.
-            if not any(text.startswith(one.text.removesuffix(".")) for text in told):
+            if not any(text.startswith(one.text) for text in told):
                 findings.append(one)
     if generate and not exit_code(findings):
         from foveal.check.generated import check_generated

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foveal.check.findings import Finding, in_order
+from foveal.check.findings import Finding, in_order, in_two
 from foveal.check.kinds import Faults
 from foveal.check.page import Shown, show, write_page
 from foveal.check.pictures import PictureCheck
@@ -110,8 +110,7 @@ def _look_at_source(
     try:
         builder = PromptBuilder(data, processing, open_rows(data, source))
     except DataError as error:
-        text, cure = _in_two(error)
-        return Looked([Finding("error", subject, text, cure)])
+        return Looked([Finding("error", subject, *in_two(error))])
     lengths, broken = look_at_rows(builder, split)
     faults = Faults()
     for row, fault in broken.items():
@@ -186,19 +185,13 @@ def _undecodable(builder: PromptBuilder, rows: Sequence[int], split: str) -> dic
 
 
 def _add_error(faults: Faults, row: int, error: FovealError, config: Config) -> None:
-    text, cure = _in_two(error)
+    text, cure = in_two(error)
     if isinstance(error, PictureError):
         skipped = config.data.on_bad_row == "skip"
         cure = f"{REPAIR}{'; a run leaves it out (data.on_bad_row=skip)' if skipped else ''}"
         faults.add_other(VARIABLE.sub("*", text), row, "warning" if skipped else "error", text, cure)
     else:
         faults.add_other(VARIABLE.sub("*", text), row, "error", text, cure)
-
-
-def _in_two(error: FovealError) -> tuple[str, str]:
-    """What is wrong, and what to do, of a message that says both."""
-    text, _, cure = str(error).partition(". ")
-    return text.removesuffix("."), cure.removesuffix(".") or "Correct it"
 
 
 def _too_long(config: Config, lengths: Lengths, rows: list[int], subject: str) -> list[Finding]:
@@ -223,7 +216,8 @@ def _too_few(config: Config, usable: int) -> list[Finding]:
     if usable >= batch:
         return []
     text = f"{usable} usable rows, and a batch takes {batch}"
-    return [Finding("error", "data.rollout_batch_size", text, "Lower it to at most the number of rows, or add rows")]
+    cure = "Lower it to at most the number of rows, and worker.actor.global_batch_size to a divisor of it; or add rows"
+    return [Finding("error", "data.rollout_batch_size", text, cure)]
 
 
 def _no_pictures(builder: PromptBuilder, subject: str) -> list[Finding]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from foveal.errors import FovealError
+
 Level = Literal["error", "warning", "note"]
 _ORDER: dict[Level, int] = {"error": 0, "warning": 1, "note": 2}
 _ROWS_NAMED = 20
@@ -27,6 +29,12 @@ class Finding:
     text: str
     cure: str
     rows: tuple[int, ...] = ()
+
+
+def in_two(error: FovealError) -> tuple[str, str]:
+    """What is wrong, and what to do, of a message that says both."""
+    text, _, cure = str(error).partition(". ")
+    return text.removesuffix("."), cure.removesuffix(".") or "Correct it"
 
 
 def name_rows(rows: Sequence[int]) -> str:

@@ -163,6 +163,7 @@ def _needed_form(scored: Scored) -> Finding | None:
             place
             for place, _, _ in scored.fully
             if any(form.name == name and form.needed for form in scored.cases[place].forms)
+            and any(one.kind == "right" and one.form == name for one in scored.by_case[place])
         ]
         low = [place for place, _, wrong in scored.fully if place in having and _loses(scored, place, name, wrong)]
         if len(low) >= max(0.3 * len(having), 1):

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Any
 
 from foveal.check.asked import CHAT_MARK
-from foveal.check.findings import REWARD, Finding, Level, in_order
+from foveal.check.findings import REWARD, Finding, Level, in_order, in_two
 from foveal.check.judging import Scored, judge
 from foveal.check.rows import spread
-from foveal.check.scoring import TIME_LIMIT, Scorer
+from foveal.check.scoring import Scorer
 from foveal.check.tries import Case, Try, add_wrong_answers, all_tries, few_tries, make_case, plain_tries
 from foveal.check.truths import given_away, odd_truths, outside_pictures
 from foveal.config import Config
@@ -24,6 +24,7 @@ from foveal.data.video import Stills
 from foveal.errors import DataError, FovealError, RewardError
 from foveal.preflight import open_processing
 from foveal.reward.contract import Failure
+from foveal.reward.failures import UNDECLARED, may_take_one
 from foveal.track import console
 from foveal.types import Media, Prompt
 
@@ -66,8 +67,7 @@ def check_reward(
         findings = [*_of_lengths(config, cases, count), *_of_kwargs(config), *_special_marks(special, cases)]
         return in_order([*findings, *_try_out(config, cases, special, count, say)])
     except DataError as error:
-        text, _, cure = str(error).partition(". ")
-        return [Finding("error", "data.train_files", text, cure or "Correct it")]
+        return [Finding("error", "data.train_files", *in_two(error))]
     except RewardError as error:
         return [Finding("error", REWARD, f"cannot be used: {error}", "Correct worker.reward or the function's file")]
 
@@ -99,10 +99,12 @@ def _case(builder: PromptBuilder, draft: Draft, config: Config) -> Case:
     for one in draft.media:
         if one.kind == "image" and not isinstance(one.place, Stills):  # rewards get no videos
             try:
-                media.append(one.read())
-                sizes.append(picture_size(one.place, one.name))
+                picture, size = one.read(), picture_size(one.place, one.name)
             except FovealError:  # the data half of the check tells of it
                 media.append(Media(one.kind, b"", one.name))
+            else:
+                media.append(picture)
+                sizes.append(size)
     prompt = Prompt(
         uid=f"check-0-{draft.row_index}",
         token_ids=[],
@@ -144,9 +146,11 @@ def _try_out(
             findings.append(Finding("note", REWARD, text, 'Say REWARD_TYPE = "batch" or "sequential" in the module'))
         first = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:2])))
         scorer.warm_up(first)
-        again = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:4])))
+        rows = max(4, math.ceil(scorer.places / 2))  # two answers or more to each
+        again = seen(chain.from_iterable(few_tries(place, case, "") for place, case in enumerate(cases[:rows])))
+        again = again[: scorer.places or None]
         scorer.score(again)
-        pace = max(scorer.seconds / max(scorer.answers, 1), 1e-5)
+        pace = max(scorer.pace, 1e-5)
         per_row = len(list(all_tries(0, cases[0], limit)))
         full = min(FULLY, len(cases), int(BUDGET / (pace * per_row)))
         what = all_tries if full >= min(4, len(cases)) else plain_tries
@@ -164,7 +168,7 @@ def _try_out(
         if more:
             scorer.score(more)
         tries += [one for one in more if one.outcome is not None]
-        findings += _failures(tries, cases, config)
+        findings += _failures(tries, cases, config, scorer)
         findings += _slow(scorer, [*again, *timed], config)
         scored = Scored(cases, tries)
         finite = _finite(scored)
@@ -233,7 +237,7 @@ def _not_finite(scored: Scored) -> list[Finding]:
     return [Finding("warning", REWARD, text, "Return a number for every answer; a run leaves out such answers")]
 
 
-def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> list[Finding]:
+def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config, scorer: Scorer) -> list[Finding]:
     """One finding for each way in which the function failed."""
     found: dict[tuple[str, str], list[Try]] = {}
     for one in tries:
@@ -246,23 +250,31 @@ def _failures(tries: Sequence[Try], cases: Sequence[Case], config: Config) -> li
         last = outcome.traceback.strip().splitlines()[-1:] if outcome.traceback else []
         everywhere = len(failed) == len(tries)
         kinds = "all that were tried" if everywhere else ", ".join(dict.fromkeys(one.kind for one in failed))
-        grave = config.worker.reward.on_error == "raise" or len(failed) > 0.1 * len(tries)
+        on_right = any(one.kind == "right" for one in failed)
+        grave = (config.worker.reward.on_error == "raise" and kind != "unscored") or len(failed) > 0.1 * len(tries)
+        grave &= not (kind == "timeout" and scorer.waits_less)
         level: Level = "error" if grave else "warning"
         message = f"{text} on {len(failed)} of {len(tries)} answers ({kinds}), as {failed[0].text[-80:]!r}"
         if last and last[0].strip() not in message:
             message += f": {last[0].strip()}"
         if kind == "timeout":
-            message += f" (this check waits {TIME_LIMIT:g} s for an answer)"
-        cure = outcome.cure or _cure_of_failure(kind, everywhere)
+            message += " (a run may wait longer than this check)"
+        cure = outcome.cure or _cure_of_failure(kind, on_right, scorer.places > 0)
+        if everywhere and scorer.undeclared and may_take_one(outcome):
+            cure = UNDECLARED
         rows = () if everywhere else tuple(sorted({cases[one.case].prompt.row_index for one in failed}))
         findings.append(Finding(level, REWARD, message, cure, rows if len(rows) < len(cases) else ()))
     return findings[:5]
 
 
-def _cure_of_failure(kind: str, everywhere: bool) -> str:
+def _cure_of_failure(kind: str, on_right: bool, asks_server: bool) -> str:
+    if kind == "unscored":
+        return "See why, in the message; a run stops where more than worker.reward.max_error_rate have no score"
+    if kind == "timeout" and asks_server:
+        return "See whether the server answers and how many requests it takes at a time (worker.reward.concurrency)"
     if kind == "timeout":
         return "Bound what it does for one answer: symbolic mathematics and nested patterns can go on for ever"
-    if everywhere:
+    if on_right:
         return "It fails on right answers too: see which keys it reads (docs/rewards.md), or try it by hand on one row"
     return "Let it return a number for any text, also an empty or broken one"
 
@@ -270,16 +282,19 @@ def _cure_of_failure(kind: str, everywhere: bool) -> str:
 def _slow(scorer: Scorer, timed: Sequence[Try], config: Config) -> list[Finding]:
     if any(isinstance(one.outcome, Failure) and one.outcome.kind == "timeout" for one in timed):
         return []
-    each = scorer.seconds / max(scorer.answers, 1)
+    each = scorer.pace
     if each < SLOW:
         return []
     step = config.data.rollout_batch_size * config.worker.rollout.n
     when = "while nothing else goes on" if scorer.is_batch else "partly while answers are still sampled"
     total = f"{each * step:,.0f} s for the {step} answers of a step"
-    text = f"is slow: {each * 1000:,.0f} s per 1,000 answers, {total}, {when}"
+    at_a_time = f" at {scorer.places} at a time" if scorer.places else ""
+    text = f"is slow: {each * 1000:,.0f} s per 1,000 answers{at_a_time}, {total}, {when}"
     cure = (
-        'Make it quicker, or REWARD_TYPE = "sequential" with more worker.reward.num_cpus; a function that waits for a '
-        "server can be `async def` (worker.reward.concurrency)"
+        "Raise worker.reward.concurrency as far as the server takes it, or take a quicker one"
+        if scorer.places
+        else 'Make it quicker, or REWARD_TYPE = "sequential" with more worker.reward.num_cpus; a function that waits '
+        "for a server can be `async def` (worker.reward.concurrency)"
     )
     return [Finding("warning", REWARD, text, cure)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Self
 
@@ -17,7 +18,9 @@ from foveal.reward.sample import RewardSample, samples_of
 from foveal.types import Group, Response
 
 TIME_LIMIT = 3.0
-"""Seconds for one answer, where `worker.reward.time_limit` is longer."""
+"""Seconds for one answer, where a run would wait longer."""
+SERVER_LIMIT = 40.0
+"""Seconds for one answer of a function that works on several at a time: it waits for a server."""
 CALL_LIMIT = 40.0
 """Seconds for one call of a batch function, in the same way."""
 FIRST_LIMIT = 15.0
@@ -37,24 +40,22 @@ class Scorer:
         count: tokens of a text.
 
     Attributes:
-        answers, seconds: scored so far, without loading.
+        config: as the run has it, but for the limit of a batch.
     """
 
     def __init__(self, config: RewardConfig, cases: Sequence[Case], count: Callable[[str], int]) -> None:
-        limits = {"batch_time_limit": min(config.batch_time_limit, CALL_LIMIT)}
-        self.config = config.model_copy(update=limits | {"time_limit": min(config.time_limit, TIME_LIMIT)})
-        self._at_first = config.model_copy(update=limits | {"time_limit": min(config.time_limit, FIRST_LIMIT)})
+        self.config = config.model_copy(update={"batch_time_limit": min(config.batch_time_limit, CALL_LIMIT)})
         self.cases = cases
-        self.answers = 0
-        self.seconds = 0.0
         self._count = count
         self._parts: list[RewardPart] = []
+        self._rounds: list[tuple[int, float]] = []  # answers and seconds of each that was timed
         self._calls_left = MOST_CALLS
         self._deadline = 0.0
 
     def __enter__(self) -> Self:
         """Loads the functions; RewardError if one cannot be."""
         self._parts = start_parts(self.config)
+        self._wait_for(TIME_LIMIT)
         self._deadline = time.monotonic() + DEADLINE
         return self
 
@@ -72,13 +73,39 @@ class Scorer:
         """Whether a function doesn't say how it wants to be called."""
         return any(not part.info.declares_kind for part in self._parts)
 
+    @property
+    def places(self) -> int:
+        """How many answers functions that wait for a server work on at a time; 0 where there is none."""
+        return self.config.num_cpus * self.config.concurrency * any(part.info.flows for part in self._parts)
+
+    @property
+    def waits_less(self) -> bool:
+        """Whether a run would wait longer for a server than this check does."""
+        return any(part.info.flows and self._own_limit(part) > SERVER_LIMIT for part in self._parts)
+
+    @property
+    def pace(self) -> float:
+        """Seconds for an answer; 0 before the first.
+
+        With a server the time of one answer says nothing: a round that leaves places empty takes as long as a full one.
+        """
+        full = [one for one in self._rounds if one[0] >= self.places] or self._rounds
+        return sum(seconds for _, seconds in full) / max(sum(max(count, self.places) for count, _ in full), 1)
+
     def warm_up(self, tries: Sequence[Try]) -> None:
-        """Scores an answer for each process, all of them by a batch function; neither counted nor timed."""
-        for part in self._parts:
-            part.config = self._at_first
+        """Scores an answer for each process, all of them by a batch function; not timed."""
+        self._wait_for(FIRST_LIMIT)
         self._round(tries if self._has_batch else tries[: self.config.num_cpus])
+        self._wait_for(TIME_LIMIT)
+
+    def _wait_for(self, seconds: float) -> None:
         for part in self._parts:
-            part.config = self.config
+            most = SERVER_LIMIT if part.info.flows else seconds
+            part.config = self.config.model_copy(update={"time_limit": min(self._own_limit(part), most)})
+
+    def _own_limit(self, part: RewardPart) -> float:
+        """Seconds for an answer in a run."""
+        return replace(part, config=self.config).time_limit
 
     @property
     def _has_batch(self) -> bool:
@@ -89,14 +116,13 @@ class Scorer:
 
         Past the deadline, and once all of a call's answers have timed out, tries stay without an outcome.
         """
-        size = len(tries) if self._has_batch else TOGETHER * self.config.num_cpus
+        size = len(tries) if self._has_batch else self.places or TOGETHER * self.config.num_cpus
         for start in range(0, len(tries), max(size, 1)):
             begin = time.monotonic()
             if begin > self._deadline:
                 return
             self._round(tries[start : start + size])
-            self.seconds += time.monotonic() - begin
-            self.answers += len(tries[start : start + size])
+            self._rounds.append((len(tries[start : start + size]), time.monotonic() - begin))
             if all(isinstance(one.outcome, Failure) and one.outcome.kind == "timeout" for one in tries[start:][:size]):
                 self._deadline = 0.0
         failed = [one for one in tries if isinstance(one.outcome, Failure) and one.outcome.covers > 1]

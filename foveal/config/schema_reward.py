@@ -54,7 +54,11 @@ class RewardConfig(Section):
     concurrency: Positive = Field(
         default=32, description="Answers that a sequential `async def` function works on at a time, in each process."
     )
-    time_limit: Float = Field(default=30.0, gt=0, description="Seconds that scoring may take per sample.")
+    time_limit: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Seconds that scoring may take per sample; null: the function's REWARD_TIME_LIMIT (the judge's is "
+        "that of all its tries), else 30.",
+    )
     batch_time_limit: Float = Field(
         default=600.0,
         gt=0,
@@ -69,7 +73,8 @@ class RewardConfig(Section):
     on_error: Literal["raise", "score"] = Field(
         default="raise",
         description="The reward function raised, broke its contract or lost its process: end the run, or give "
-        "`timeout_score` and count it.",
+        "`timeout_score` and count it. A sample that ran out of time, or has no score as the function says (NoScore), "
+        "does not end the run by itself.",
     )
     max_error_rate: Float = Field(
         default=0.1,

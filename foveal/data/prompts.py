@@ -54,12 +54,10 @@ class PromptBuilder:
     placeholder there. Vision tokens that the text quotes are made harmless (`Processing.neutralise`).
 
     Raises:
-        DataError: the prompt or answer column or the format prompt file is missing, or the file is no Jinja template.
+        DataError: the format prompt file is missing, or no Jinja template.
     """
 
     def __init__(self, data: DataConfig, processing: Processing, rows: Rows) -> None:
-        rows.require(data.prompt_key, "data.prompt_key")
-        rows.require(data.answer_key, "data.answer_key")
         self.data = data
         self.processing = processing
         self.rows = rows

@@ -22,14 +22,12 @@ class FunctionSpec:
         name: of the function or class in it.
         kwargs: keyword arguments to bind; those of the constructor for a class.
         concurrency: answers that an `async def` function of one dict works on at a time, in each process.
-        time_limit: seconds that it may take for each.
     """
 
     path: str
     name: str
     kwargs: dict[str, Any]
     concurrency: int = 1
-    time_limit: float = math.inf
 
     @property
     def label(self) -> str:
@@ -45,12 +43,38 @@ class FunctionInfo:
         split_groups: REWARD_SPLIT = "group": a batch function is called once for each group.
         declares_kind: whether there is a REWARD_TYPE.
         is_async: written with `async def`.
+        time_limit: REWARD_TIME_LIMIT, the seconds that an answer takes at most; None when there is none.
     """
 
     kind: Literal["batch", "sequential"]
     split_groups: bool
     declares_kind: bool
     is_async: bool = False
+    time_limit: float | None = None
+
+    @property
+    def flows(self) -> bool:
+        """Whether a process works on several answers at a time, each a call of its own."""
+        return self.is_async and self.kind == "sequential"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer on its way to a function that works on several at a time.
+
+    Attributes:
+        limit: seconds that it may take.
+    """
+
+    input: dict[str, Any]
+    limit: float
+
+
+class NoScore(Exception):
+    """Raised by a reward function for an answer that it has no score for, through no fault of its own.
+
+    The answer gets `worker.reward.timeout_score` and is counted. It does not end the run by itself.
+    """
 
 
 @dataclass(frozen=True)
@@ -58,14 +82,15 @@ class Failure:
     """Why an answer, or all answers of one call, got no score.
 
     Attributes:
-        kind: "raised" by the function; "broken" contract; "timeout"; "died" process; beyond the "memory" limit.
+        kind: "raised" by the function; "unscored" as the function says itself; "broken" contract; "timeout"; "died"
+            process; beyond the "memory" limit.
         text: what happened, to follow the function's name in a sentence.
         traceback: of the user's code, for "raised".
         covers: how many answers this one failure took with it.
         cure: what to do about it, where the failure itself tells.
     """
 
-    kind: Literal["raised", "broken", "timeout", "died", "memory"]
+    kind: Literal["raised", "unscored", "broken", "timeout", "died", "memory"]
     text: str
     traceback: str = ""
     covers: int = 1
@@ -74,7 +99,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """Asked by a reward process during a call: the encoded bytes of picture `picture` of the call's input `sample`."""
+    """Asked by a reward process during a call: the encoded bytes of picture `picture` of input `sample`."""
 
     sample: int
     picture: int

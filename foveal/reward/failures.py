@@ -18,10 +18,15 @@ WINDOW = 500
 WORDS = {
     "timeout": "ran out of time",
     "raised": "raised",
+    "unscored": "had none to get",
     "broken": "broke the contract",
     "died": "ended the process",
     "memory": "took too much memory",
 }
+UNDECLARED = (
+    "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict needs "
+    'REWARD_TYPE = "sequential"'
+)
 
 
 @dataclass
@@ -45,11 +50,12 @@ class FailureLog:
             count: answers of the round.
 
         Raises:
-            RewardError: `on_error` is "raise". An answer of a sequential function that ran out of time has cost
-                nothing else, so that it never ends the run by itself.
+            RewardError: `on_error` is "raise". An answer of a sequential function that ran out of time or has no score
+                through no fault of the function has cost nothing else, so that it never ends the run by itself.
         """
         self._recent.append(failure.kind)
-        stops = self.config.on_error == "raise" and (failure.kind != "timeout" or part.info.kind == "batch")
+        alone = failure.kind in ("timeout", "unscored") and part.info.kind == "sequential"
+        stops = self.config.on_error == "raise" and not alone
         if not stops and (part.name, failure.kind) in self._told:
             return  # told before, and the account kept
         message = _explain(sample, failure, count)
@@ -112,9 +118,11 @@ def _cure(failure: Failure, part: RewardPart) -> str:
             'a call. With REWARD_TYPE = "sequential" only the answer that is stuck would be lost. '
             f"{go_on}"
         )
-    if not part.info.declares_kind and (failure.kind == "broken" or "TypeError" in failure.text):
-        return (
-            "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict "
-            f'needs REWARD_TYPE = "sequential". {go_on}'
-        )
+    if not part.info.declares_kind and may_take_one(failure):
+        return f"{UNDECLARED}. {go_on}"
     return go_on
+
+
+def may_take_one(failure: Failure) -> bool:
+    """Whether it is what a function that takes a single dict does with a list of them."""
+    return failure.kind == "broken" or "TypeError" in failure.text or "AttributeError" in failure.text

@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -79,12 +80,15 @@ def load(spec: FunctionSpec) -> Loaded:
             "Name one with worker.reward.reward_function=FILE:function"
         )
     file = str(getattr(module, "__file__", spec.path))
+    declaring: list[Any] = [module]
     if inspect.isclass(found):
-        function = _method(_build(found, spec, file), spec)
+        instance = _build(found, spec, file)
+        function = _method(instance, spec)
+        declaring = [instance, module]
     else:
         _check_arguments(found, spec, (None,), "one argument and ")
         function = partial(found, **spec.kwargs)
-    return Loaded(function, _read_info(found, module, spec.label, _is_async(function)), file)
+    return Loaded(function, _read_info(declaring, spec.label, _is_async(function)), file)
 
 
 def _import_file(path: str) -> ModuleType:
@@ -167,12 +171,11 @@ def _is_async(function: Callable[[Any], Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
-def _read_info(found: Any, module: ModuleType, label: str, is_async: bool) -> FunctionInfo:
-    """The declarations of a class itself, else those of its module."""
+def _read_info(declaring: list[Any], label: str, is_async: bool) -> FunctionInfo:
+    """The declarations of the instance of a class, else those of its module."""
 
     def declared(name: str) -> Any:
-        own = getattr(found, name, None) if inspect.isclass(found) else None
-        return own if own is not None else getattr(module, name, None)
+        return next((value for one in declaring if (value := getattr(one, name, None)) is not None), None)
 
     kind = declared("REWARD_TYPE")
     if kind not in (None, "batch", "sequential"):
@@ -182,7 +185,10 @@ def _read_info(found: Any, module: ModuleType, label: str, is_async: bool) -> Fu
         raise RewardError(f'{label}: REWARD_SPLIT is {split!r}; the only value is "group"')
     if split and kind == "sequential":
         raise RewardError(f'{label}: REWARD_SPLIT = "group" is for REWARD_TYPE = "batch"; this one is sequential')
-    return FunctionInfo(kind or "batch", split == "group", kind is not None, is_async)
+    limit = declared("REWARD_TIME_LIMIT")
+    if limit is not None and (not isinstance(limit, int | float) or not 0 < limit < math.inf):
+        raise RewardError(f"{label}: REWARD_TIME_LIMIT is {limit!r}; allowed is a number of seconds above 0")
+    return FunctionInfo(kind or "batch", split == "group", kind is not None, is_async, limit)
 
 
 def _function_names(module: ModuleType) -> list[str]:

@@ -15,6 +15,8 @@ from foveal.reward.process import GB, Call
 from foveal.reward.sample import RewardSample
 from foveal.types import Prompt
 
+TIME_LIMIT = 30.0
+"""Seconds for an answer where neither `worker.reward.time_limit` nor the function says otherwise."""
 MIN_BATCH_LIMIT = 2.0
 """Seconds that a call of a batch function has at least, however few its answers."""
 
@@ -54,6 +56,11 @@ class RewardPart:
         return self._started.info
 
     @property
+    def time_limit(self) -> float:
+        """Seconds that an answer may take."""
+        return self.config.time_limit or self.info.time_limit or TIME_LIMIT
+
+    @property
     def restarts(self) -> int:
         """How often a process was replaced since the start."""
         return self._started.restarts
@@ -62,7 +69,7 @@ class RewardPart:
         """Takes the answers of one group: calls the function, or keeps them for the one call of a batch function."""
         if self.info.kind == "sequential":
             for sample in samples:
-                self._call([sample], self.config.time_limit)
+                self._call([sample], self.time_limit)
         elif self.info.split_groups:
             self._call_batch(samples)
         else:
@@ -91,7 +98,7 @@ class RewardPart:
         return self._pool
 
     def _call_batch(self, samples: list[RewardSample]) -> None:
-        limit = max(MIN_BATCH_LIMIT, self.config.time_limit * len(samples))
+        limit = max(MIN_BATCH_LIMIT, self.time_limit * len(samples))
         self._call(samples, min(limit, self.config.batch_time_limit))
 
     def _call(self, samples: list[RewardSample], limit: float) -> None:
@@ -107,10 +114,11 @@ def make_parts(config: RewardConfig) -> list[RewardPart]:
     """
     if not config.functions:
         spec = parse_spec(config.reward_function, config.reward_function_kwargs)
-        return [RewardPart(config, _with_limits(spec, config))]
+        return [RewardPart(config, replace(spec, concurrency=config.concurrency))]
     parts = []
     for name, one in config.functions.items():
-        spec = _with_limits(parse_spec(one.function, one.kwargs, f"functions.{name}.function"), config)
+        spec = parse_spec(one.function, one.kwargs, f"functions.{name}.function")
+        spec = replace(spec, concurrency=config.concurrency)
         parts.append(RewardPart(config, spec, name, one.weight, tuple(one.only_for)))
     return parts
 
@@ -158,10 +166,6 @@ def parts_for(parts: list[RewardPart], prompt: Prompt, column: str | None) -> li
             f"only_for hold {', '.join(known)}. Add {value!r} to one of them, or a function without only_for"
         )
     return found
-
-
-def _with_limits(spec: FunctionSpec, config: RewardConfig) -> FunctionSpec:
-    return replace(spec, concurrency=config.concurrency, time_limit=config.time_limit)
 
 
 def weighted(results: Mapping[str, Rewards], weights: Mapping[str, float]) -> Rewards:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from foveal.reward.contract import PictureRequest
+from foveal.reward.contract import Answer, Outcome, PictureRequest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,35 +56,50 @@ def _with_data(name: str, data: bytes) -> RewardPicture:
 
 
 class PictureLink:
-    """The reward process's side: puts pictures into the inputs of a call, and asks the run for their bytes."""
+    """The reward process's side: puts pictures into inputs, asks the run for their bytes, and hands outcomes back."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._call = 0
+        self._calls: dict[int, object] = {}
         self._pid = os.getpid()
 
-    def attach(self, inputs: list[dict[str, Any]]) -> None:
-        """Replaces the names under "images" of each input by pictures, for the call that begins."""
-        for sample, one in enumerate(inputs):
-            names: list[str] = one["images"]
-            one["images"] = [
-                RewardPicture(name, self._fetcher(self._call, PictureRequest(sample, number)))
-                for number, name in enumerate(names)
-            ]
+    def attach(self, sample: int, one: dict[str, Any]) -> None:
+        """Replaces the names under "images" of input `sample` by pictures, for the call that begins."""
+        self._calls[sample] = call = object()
+        names: list[str] = one["images"]
+        one["images"] = [
+            RewardPicture(name, self._fetcher(call, PictureRequest(sample, number)))
+            for number, name in enumerate(names)
+        ]
 
-    def answer(self, outcomes: Any) -> None:
+    def answer(self, outcomes: list[Outcome]) -> None:
         """Ends the call with its outcomes; threads that the function left behind get no more pictures."""
         with self._lock:
-            self._call += 1
+            self._calls.clear()
             self._connection.send(outcomes)
 
-    def _fetcher(self, call: int, request: PictureRequest) -> Callable[[], bytes]:
+    def trade(self, outcomes: dict[int, Outcome]) -> dict[int, Answer]:
+        """Ends some of the calls with their outcomes, and gets what is to be begun in their place."""
+        with self._lock:
+            for sample in outcomes:
+                del self._calls[sample]
+            self._connection.send(outcomes)
+            return self.receive()
+
+    def receive(self) -> dict[int, Answer]:
+        """Waits for answers to begin with, by number, and gives them their pictures."""
+        new: dict[int, Answer] = self._connection.recv()
+        for sample, answer in new.items():
+            self.attach(sample, answer.input)
+        return new
+
+    def _fetcher(self, call: object, request: PictureRequest) -> Callable[[], bytes]:
         def fetch() -> bytes:
             if os.getpid() != self._pid:
                 raise RuntimeError("pictures can't be fetched in a forked process; read `data` before forking")
             with self._lock:
-                if call != self._call:
+                if self._calls.get(request.sample) is not call:
                     raise RuntimeError("this picture belongs to a call that is over; read its `data` during the call")
                 self._connection.send(request)
                 data: bytes = self._connection.recv()

@@ -44,12 +44,13 @@ class Places:
     Args:
         memory_limit: as in `RewardProcess`.
         count: most processes.
+        here: all on this machine.
     """
 
-    def __init__(self, spec: FunctionSpec, memory_limit: float | None, count: int) -> None:
+    def __init__(self, spec: FunctionSpec, memory_limit: float | None, count: int, *, here: bool = False) -> None:
         self.spec = spec
         self._memory_limit = memory_limit
-        self._of_slot = dealt(machines(), count) if count > 1 else [None]
+        self._of_slot = [None] * count if here or count == 1 else dealt(machines(), count)
         self._hosts: dict[int, Host] = {}
         self._told: set[str] = set()
         self._lock = threading.Lock()

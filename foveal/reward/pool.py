@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from concurrent.futures import Future
-from typing import TypeAlias
 
 from foveal.reward.contract import Failure, FunctionSpec, Outcome
+from foveal.reward.flow import Flow, Queued
 from foveal.reward.places import PlaceLost, Places, Process
 from foveal.reward.process import Call, RewardProcess
-
-_Queued: TypeAlias = tuple[Call, "Future[list[Outcome]]"]
 
 
 class RewardPool:
     """Up to `size` reward processes that take calls in the order of `submit`.
 
     The first starts here, others when calls wait for them, where `Places` has them. A batch function has one, which
-    keeps its state. A process of an async function of one dict takes all calls that wait at once; when they end it,
-    they are tried again by halves until only those are lost that do.
+    keeps its state. One of an async function of one dict works on `concurrency` calls at a time (`Flow`); as those
+    mostly wait, all of them are here.
 
     Args:
         memory_limit: bytes that each process may take, or None.
@@ -32,7 +29,7 @@ class RewardPool:
     def __init__(self, spec: FunctionSpec, size: int, memory_limit: float | None = None) -> None:
         self.spec = spec
         self.restarts = 0
-        self._calls: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._closed = False
         first = RewardProcess(spec, memory_limit)
         try:
@@ -41,7 +38,7 @@ class RewardPool:
             first.close()
             raise
         count = size if self.info.kind == "sequential" else 1
-        self._places = Places(spec, memory_limit, count)
+        self._places = Places(spec, memory_limit, count, here=self.info.flows)
         self._processes: list[Process | None] = [first, *[None] * (count - 1)]
         self._threads = [
             threading.Thread(target=self._serve, args=(slot,), name=f"reward-{slot}", daemon=True)
@@ -69,54 +66,45 @@ class RewardPool:
         self._places.close()
 
     def _serve(self, slot: int) -> None:
+        flow = Flow(lambda: self._process_here(slot), self.spec.concurrency, lambda: self._closed)
         while (queued := self._calls.get()) is not None:
-            taken = [queued, *self._waiting()] if self._together else [queued]
-            if self._closed:
-                for _, future in taken:
-                    future.cancel()
-            taken = [(call, future) for call, future in taken if future.set_running_or_notify_cancel()]
-            if taken:
-                self._run(slot, taken)
+            if not self._begins(queued):
+                continue
+            if self.info.flows:
+                flow.run([queued], self._waiting)
+            else:
+                self._run(slot, *queued)
         process = self._processes[slot]
         if process is not None:
             self._processes[slot] = None
             process.close()
 
-    @property
-    def _together(self) -> bool:
-        return self.info.is_async and self.info.kind == "sequential"
+    def _begins(self, queued: Queued) -> bool:
+        """Whether the call is to be made, and not cancelled meanwhile."""
+        if self._closed:
+            queued[1].cancel()
+        return queued[1].set_running_or_notify_cancel()
 
-    def _waiting(self) -> list[_Queued]:
-        """The calls that nobody has taken yet, without waiting for any."""
-        waiting: list[_Queued] = []
-        while True:
+    def _waiting(self, most: int) -> list[Queued]:
+        """Up to `most` of the calls that nobody has taken yet, without waiting for any."""
+        waiting: list[Queued] = []
+        while len(waiting) < most:
             try:
                 queued = self._calls.get_nowait()
             except queue.Empty:
-                return waiting
+                break
             if queued is None:  # the sign for a thread to end: hand it back
                 self._calls.put(None)
-                return waiting
-            waiting.append(queued)
+                break
+            if self._begins(queued):
+                waiting.append(queued)
+        return waiting
 
-    def _run(self, slot: int, taken: list[_Queued]) -> None:
-        calls = [call for call, _ in taken]
-        call = calls[0] if len(calls) == 1 else self._merged(calls)
+    def _run(self, slot: int, call: Call, future: Future[list[Outcome]]) -> None:
         try:
-            outcomes = self._scored(slot, call)
+            future.set_result(self._scored(slot, call))
         except BaseException as error:
-            for _, future in taken:
-                future.set_exception(error)
-            return
-        if len(taken) > 1 and not self._closed and _is_fatal(outcomes[0]):
-            middle = len(taken) // 2
-            self._run(slot, taken[:middle])
-            self._run(slot, taken[middle:])
-            return
-        done = 0
-        for call, future in taken:
-            future.set_result(outcomes[done : done + len(call.inputs)])
-            done += len(call.inputs)
+            future.set_exception(error)
 
     def _scored(self, slot: int, call: Call) -> list[Outcome]:
         while True:
@@ -131,12 +119,10 @@ class RewardPool:
                     raise
                 self._places.leave(slot, lost)
 
-    def _merged(self, calls: list[Call]) -> Call:
-        """One call for all. The event loop keeps each answer's limit; this one ends a loop that no longer turns."""
-        inputs = [one for call in calls for one in call.inputs]
-        pictures = [one for call in calls for one in call.pictures]
-        rounds = math.ceil(len(inputs) / self.spec.concurrency)
-        return Call(inputs, pictures, (rounds + 1) * calls[0].limit)
+    def _process_here(self, slot: int) -> RewardProcess:
+        process = self._living_process(slot)
+        assert isinstance(process, RewardProcess)
+        return process
 
     def _living_process(self, slot: int) -> Process:
         process = self._processes[slot]
@@ -150,8 +136,3 @@ class RewardPool:
             process.kill()
         process.load()
         return process
-
-
-def _is_fatal(outcome: Outcome) -> bool:
-    """Whether a call ended its process; a time-out is none, for each half would wait for the limit again."""
-    return isinstance(outcome, Failure) and outcome.kind in ("died", "memory")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from foveal.errors import RewardError
-from foveal.reward.contract import Failure, FunctionInfo, FunctionSpec, Outcome, PictureRequest
+from foveal.reward.contract import Answer, Failure, FunctionInfo, FunctionSpec, Outcome, PictureRequest
 from foveal.track.console import note
 
 START_LIMIT = 600.0
@@ -51,7 +51,7 @@ class Call:
 
 
 class RewardProcess:
-    """One process that runs the user's function; `load` comes first, then any number of `call`.
+    """One process that runs the user's function; `load` comes first, then any number of `call`, or of `trade`.
 
     It is started as a program, not forked and not by `multiprocessing`, which would import the run's `__main__` again.
     It leads a process group of its own: Ctrl-C in the terminal doesn't reach it, and what it started ends with it, on
@@ -117,24 +117,42 @@ class RewardProcess:
         """
         count = len(call.inputs)
         fetch = fetch or (lambda asked: call.pictures[asked.sample][asked.picture])
-        reply = self._exchange(call.inputs, call.limit, f"scoring {count} answers", fetch)
+        reply = self._judged(self._exchange(call.inputs, call.limit, f"scoring {count} answers", fetch))
+        return [replace(reply, covers=count)] * count if isinstance(reply, Failure) else reply
+
+    def trade(
+        self, new: dict[int, Answer], pictures: Mapping[int, Sequence[bytes]], limit: float
+    ) -> dict[int, Outcome] | Failure:
+        """Hands answers to a function that works on several at a time, and takes the outcomes of others.
+
+        A call is made of several trades: the first hands it over, and each of the others takes what is done since.
+        After a timeout, a death or too much memory the process is not `alive`, and what it worked on has no outcome.
+
+        Args:
+            new: answers to begin with, by number.
+            pictures: of all that it works on, by number.
+            limit: seconds after which the function should have answered.
+        """
+        doing = f"scoring {len(pictures)} answers"
+        reply = self._exchange(new, limit, doing, lambda asked: pictures[asked.sample][asked.picture])
+        return self._judged(self._too_large() or reply if reply == {} else reply)
+
+    def _judged(self, reply: Any) -> Any:
+        """The reply; ends a process that has failed, or has grown too large from call to call."""
         if isinstance(reply, Failure):
             self._end()
             self.outgrown = reply.kind == "memory" and self._calls > 0
-            outcomes: list[Outcome] = [replace(reply, covers=count)] * count
-        else:
-            outcomes = reply
-            if self._memory_limit and private_bytes(self.pid) > self._memory_limit:
-                self._end()
-                self.outgrown = True
+        elif self._too_large():
+            self._end()
+            self.outgrown = True
         if self.outgrown:
             note(
                 f"{self.spec.label}: its reward process grew from call to call beyond worker.reward.memory_limit_gb "
                 f"({(self._memory_limit or 0) / GB:g}); it probably keeps what it should let go. A fresh process goes "
                 "on, without the module's state"
             )
-        self._calls += 1
-        return outcomes
+        self._calls += reply != {}
+        return reply
 
     def kill(self) -> None:
         """Ends the process and everything it started."""
@@ -181,6 +199,9 @@ class RewardProcess:
             return self._death()
         if waited >= limit:
             return Failure("timeout", f"ran longer than {limit:g} s")
+        return self._too_large()
+
+    def _too_large(self) -> Failure | None:
         if self._memory_limit and (held := private_bytes(self.pid)) > self._memory_limit:
             return Failure(
                 "memory",

@@ -12,13 +12,13 @@ from multiprocessing.connection import Connection
 
 from foveal.errors import RewardError
 from foveal.reward.calling import Caller
-from foveal.reward.contract import FunctionSpec
+from foveal.reward.contract import Answer, FunctionSpec, Outcome
 from foveal.reward.loading import load
 from foveal.reward.pictures import PictureLink
 
 
 def main() -> None:
-    """Loads the function named in the first message, then scores list after list until the run closes the pipe."""
+    """Loads the function named in the first message, then scores what comes in until the run closes the pipe."""
     pipe, life_line = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (pipe, life_line):
         os.set_inheritable(descriptor, False)
@@ -36,17 +36,25 @@ def main() -> None:
     _flush()
     _end_if_forked(own_pid)
     connection.send(loaded.info)
-    caller, link = Caller(loaded, spec), PictureLink(connection)
-    while True:
-        try:
-            inputs = connection.recv()
-        except EOFError:
-            return
-        link.attach(inputs)
-        outcomes = caller.score(inputs)
-        _flush()
+    caller, link = Caller(loaded), PictureLink(connection)
+
+    def trade(outcomes: dict[int, Outcome]) -> dict[int, Answer]:
+        if outcomes:
+            _flush()
         _end_if_forked(own_pid)
-        link.answer(outcomes)
+        return link.trade(outcomes)
+
+    with suppress(EOFError):  # the run is over
+        if loaded.info.flows:
+            caller.flow(link.receive(), spec.concurrency, trade)
+        while True:
+            inputs = connection.recv()
+            for sample, one in enumerate(inputs):
+                link.attach(sample, one)
+            outcomes = caller.score(inputs)
+            _flush()
+            _end_if_forked(own_pid)
+            link.answer(outcomes)
 
 
 def _end_if_forked(own_pid: int) -> None:

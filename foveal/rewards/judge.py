@@ -5,11 +5,14 @@ worker:
     reward_function: foveal.rewards.judge:Judge
     reward_function_kwargs: {url: http://localhost:8000/v1, model: Qwen/Qwen2.5-VL-7B-Instruct, question: problem}
     concurrency: 32     # requests at a time
-    time_limit: 300     # seconds for one answer, all its tries included
 
-A reply that ends with `Score: 7` gives 0.7 where `scale` is 10. Beside `overall` each answer has `judge_tokens` and
-`judge_cost`, 0 where the reply came from the cache, and `judge_cached`; times the number of answers they are a step's
-totals. Nothing is sent anywhere but to `url`, by way of the proxy that the environment names, if any (`NO_PROXY`).
+A reply that ends with `Score: 7` gives 0.7 where `scale` is 10. An answer whose reply has no score gets
+`worker.reward.timeout_score`; the first is shown, and the run goes on up to `max_error_rate`. An answer may take as
+long as all its tries and the pauses between them, 400 s, unless `worker.reward.time_limit` is set.
+
+Beside `overall` each answer has `judge_tokens` and `judge_cost`, 0 where the reply came from the cache, and
+`judge_cached`; times the number of answers they are a step's totals. Nothing is sent anywhere but to `url`, by way of
+the proxy that the environment names, if any (`NO_PROXY`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import jinja2
 
 from foveal.errors import RewardError
+from foveal.reward.contract import NoScore
 from foveal.reward.pictures import RewardPicture
 from foveal.rewards.judge_cache import ReplyCache
 from foveal.rewards.judge_client import ChatClient, Reply
@@ -62,7 +66,8 @@ class Judge:
         images: whether the judge gets the prompt's pictures.
         scale: the score that stands for 1.
         pattern: regular expression whose last match in the reply holds the score as its first group.
-        requests_per_minute: of this process; no limit without it. The wait for a turn counts towards `time_limit`.
+        requests_per_minute: of this process; no limit without it. The wait for a turn counts towards the time of an
+            answer, which has a minute more for each try then.
         timeout: seconds of one try. retries: further tries after a time-out, a lost connection, 429 or 5xx.
         cache: SQLite file that keeps replies, so that what was judged before is not paid for again; none without it.
         input_price, output_price: of a million tokens, for `judge_cost`.
@@ -102,13 +107,14 @@ class Judge:
         self._template = _read_template(template)
         self._cache = ReplyCache(cache) if cache else None
         self._client = ChatClient(url, _key(api_key_env), timeout, retries, requests_per_minute)
+        self.REWARD_TIME_LIMIT = self._client.longest
 
     async def __call__(self, one: dict[str, Any]) -> dict[str, float]:
         """The score of one answer.
 
         Raises:
             JudgeError: the server refused, or could not be reached in all tries.
-            ValueError: the reply has no score between 0 and `scale`.
+            NoScore: the reply has no score between 0 and `scale`.
         """
         request = {**self._request, "messages": [{"role": "user", "content": self._content(one)}]}
         address = self._client.address
@@ -135,7 +141,10 @@ class Judge:
         found = self._pattern.findall(text)
         score = float(found[-1]) if found else None
         if score is None or not 0 <= score <= self._scale:
-            raise ValueError(f"the judge's reply has no score from 0 to {self._scale:g}: {text[-300:]!r}")
+            raise NoScore(
+                f"the judge's reply has no score from 0 to {self._scale:g}: {text[-300:]!r}. If it is cut off, raise "
+                "max_tokens; if it is not, see its template and its pattern"
+            )
         return score / self._scale
 
 

@@ -12,6 +12,8 @@ import httpx
 
 LONGEST_PAUSE = 60.0
 """Seconds between two tries at most; a longer Retry-After is obeyed."""
+AROUND = 9.0
+"""Seconds for what comes before, between and after all tries and pauses, where the machine is busy."""
 
 
 class JudgeError(Exception):
@@ -50,6 +52,13 @@ class ChatClient:
         self._next_start = 0.0
         self._http: httpx.AsyncClient | None = None
 
+    @property
+    def longest(self) -> float:
+        """Seconds that all tries take at most, with the pauses between them, where the server names none longer."""
+        turn = 60.0 if self._interval else 0.0
+        pauses = sum(min(LONGEST_PAUSE, 2.0**tried) for tried in range(self._retries))
+        return (self._retries + 1) * (self._timeout + turn) + pauses + AROUND
+
     async def ask(self, request: dict[str, Any]) -> Reply:
         """The server's reply to a chat request.
 
@@ -61,7 +70,10 @@ class ChatClient:
             pause = min(LONGEST_PAUSE, 2.0**tried) * random.uniform(0.5, 1.0)
             try:
                 await self._wait_for_turn()
-                answer = await self._client().post(self.address, json=request)
+                async with asyncio.timeout(self._timeout):
+                    answer = await self._client().post(self.address, json=request)
+            except TimeoutError as error:
+                cause, problem = error, f"no answer within {self._timeout:g} s"
             except httpx.TransportError as error:
                 cause, problem = error, f"{type(error).__name__} {error}".strip()
             else:
@@ -93,7 +105,7 @@ class ChatClient:
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:  # within the event loop that it belongs to
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-            self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
+            self._http = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         return self._http
 
     async def _wait_for_turn(self) -> None:

@@ -28,7 +28,7 @@ LOOKED_AT = 256
 LONG_ENOUGH = 32
 """Tokens from which an answer can repeat itself."""
 
-FORMAT = re.compile(r"reward/(.*_)?format(_(reward|score|acc|accuracy))?")
+FORMAT = re.compile(r"reward/(.*_)?form(at)?(_(reward|score|acc|accuracy))?")
 """Parts of a reward that are higher for better form; `format_error` and the like are not."""
 NO_VARIANCE = "reward/groups_without_variance"
 REWARD = ("reward/overall", "critic/score/mean")
