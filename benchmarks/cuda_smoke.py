@@ -1,9 +1,10 @@
-"""The CUDA path of the ordinary trainer, at the size of Qwen2.5-VL-3B with random weights, for two steps.
+"""The CUDA path of the ordinary trainer, at the size of Qwen2.5-VL-3B with random weights, for some steps.
 
     python3 benchmarks/cuda_smoke.py --out benchmarks/results/cuda_smoke.json
 
 First the packed kernel is compared with the plain forward on tiny models (bf16 against float32), then `foveal train`
-runs two steps with the transformers engine, saves, and the merged weights are compared with the trained ones.
+runs `--steps` steps, by default with the transformers engine, saves and merges; the gap between engine and trainer in
+each step is printed.
 `--layers 2` and a small `--pixels` try the script out without a GPU. KEY=VALUE arguments go to `foveal train`: with
 `worker.actor.fsdp.mp_param_dtype=fp32` the gap between engine and trainer shows what of it is bf16 rounding.
 """
@@ -68,10 +69,10 @@ def kernel_agreement(root: Path, device: torch.device) -> dict[str, float]:
     return found
 
 
-def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+def train(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     model = build_model(root / "model", "3B", layers=options.layers)
-    rows = picture_rows(root / "rows", options.prompts * 2, width=options.pixels[0], height=options.pixels[1])
+    rows = picture_rows(root / "rows", options.prompts * options.steps, width=options.pixels[0], height=options.pixels[1])
     built = time.perf_counter() - started
     (root / "reward.py").write_text(REWARD)
     run = root / "run"
@@ -83,9 +84,11 @@ def train_two_steps(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     status = foveal(["train", *settings(root, model, rows, options)])
     assert status == 0, status
     log = [json.loads(line) for line in (run / "experiment_log.jsonl").read_text().splitlines()]
-    result: dict[str, Any] = {"seconds_to_build": built, "parity_status": parity, "log": log}
+    gaps = [step["rollout"]["logprob_gap"]["mean"] for step in log if "rollout" in step]
+    print("mean gap between engine and trainer by step:", ", ".join(f"{gap:.4f}" for gap in gaps))
+    result: dict[str, Any] = {"seconds_to_build": built, "parity_status": parity, "gaps": gaps, "log": log}
     before = time.perf_counter()
-    assert foveal(["merge", "--local_dir", str(run / "global_step_2" / "actor")]) == 0
+    assert foveal(["merge", "--local_dir", str(run / f"global_step_{options.steps}" / "actor")]) == 0
     result["seconds_to_merge"] = time.perf_counter() - before
     return result
 
@@ -109,7 +112,7 @@ def settings(root: Path, model: Path, rows: Path, options: argparse.Namespace) -
         f"worker.reward.reward_function={root / 'reward.py'}:score",
         "algorithm.use_kl_loss=true",
         "algorithm.kl_penalty=low_var_kl",
-        "trainer.max_steps=2",
+        f"trainer.max_steps={options.steps}",
         "trainer.n_gpus_per_node=1",
         "trainer.save_model_only=true",
         "trainer.val_before_train=false",
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--parity", action="store_true", help="compare engine and trainer first")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--pixels", type=int, nargs=2, default=(672, 448))
     options, options.overrides = parser.parse_known_args()
@@ -138,9 +142,8 @@ def main() -> None:
         root = Path(temporary)
         result["kernel_agreement"] = kernel_agreement(root, device)
         print("kernel agreement:", result["kernel_agreement"])
-        result |= train_two_steps(root, options)
+        result |= train(root, options)
     text = json.dumps(result, indent=1)
-    print(text[-6000:])
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
