@@ -44,6 +44,9 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     """Whether it applies a low-rank adapter itself: it then gets the base weights, and the adapter beside them."""
 
+    on_step: Callable[[], None] | None = None
+    """Called after each step of the engine, for a profile that records only some of them."""
+
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
         """Queues `sampling.n` answers to each prompt. Returns at once.
