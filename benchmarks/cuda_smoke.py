@@ -72,7 +72,9 @@ def kernel_agreement(root: Path, device: torch.device) -> dict[str, float]:
 def train(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     model = build_model(root / "model", "3B", layers=options.layers)
-    rows = picture_rows(root / "rows", options.prompts * options.steps, width=options.pixels[0], height=options.pixels[1])
+    rows = picture_rows(
+        root / "rows", options.prompts * options.steps, width=options.pixels[0], height=options.pixels[1]
+    )
     built = time.perf_counter() - started
     (root / "reward.py").write_text(REWARD)
     run = root / "run"

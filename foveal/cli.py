@@ -1,4 +1,4 @@
-"""The command line: `foveal train | eval | check | merge | quickstart`.
+"""The command line: `foveal train | eval | check | plan | merge | view | quickstart`.
 
 Nothing heavy is imported until a command needs it, so that `foveal --help` and mistakes in a command answer at once.
 """
@@ -23,7 +23,9 @@ commands:
   train [config=FILE] [KEY=VALUE …]          train; --print-config checks and prints the configuration alone
   eval MODEL [config=FILE] [KEY=VALUE …]     score a Hugging Face folder, hub id or checkpoint on data.val_files
   check [config=FILE] [KEY=VALUE …]          look for faults in data and reward function before a run, without a GPU
+  plan [config=FILE] [KEY=VALUE …]           memory and time of a run, from the model's config.json alone
   merge --local_dir …/global_step_N/actor    turn a checkpoint into a Hugging Face folder
+  view RUN…                                  show runs in the browser: curves, times, settings, answers
   quickstart                                 build a tiny model and a picture task, and improve it with GRPO (CPU)
 
 KEY=VALUE overrides the configuration file, with dotted keys and YAML values:
@@ -66,6 +68,20 @@ Then it changes every weight a little in memory, hands the weights over again, a
 written and no reward function is needed. Exit status 1: beyond the bound (max 1e-4 in float32, mean 0.03 in bf16).
 
   --rows N      prompts to take (16); numbers in the output count from 0
+"""
+
+_PLAN_HELP = """\
+usage: foveal plan [--gpu NAME] [--json] [--rows N] [--prompt N] [--visual N] [--answer N] [config=FILE] [KEY=VALUE …]
+
+Says how much memory each phase of a run takes of a GPU, part by part, whether it fits, what to change where it doesn't,
+and how long a step may take. Of the model only config.json is read (worker.actor.model.model_path: a folder, that file
+itself, or a hub id); no GPU is needed. Exit status 1: it does not fit.
+
+  --gpu NAME    as h100-80, or a number of gigabytes: 24, 40, 48, 80, 141; the GPU that is here, or a table of these
+  --json        print everything as JSON
+  --rows N      training rows, from which the number of steps follows
+  --prompt N    tokens of a prompt (data.max_prompt_length), and --visual N: those of its pictures (nearly all)
+  --answer N    mean tokens of an answer, for times (half of data.max_response_length)
 """
 
 
@@ -144,10 +160,25 @@ def _check(args: list[str]) -> int:
     return check_command(args)
 
 
+def _plan(args: list[str]) -> int:
+    if _wants_help(args) or not args:
+        console.note(_PLAN_HELP)
+        return 0 if args else 2
+    from foveal.plan.command import plan_command
+
+    return plan_command(args)
+
+
 def _merge(args: list[str]) -> int:
     from foveal.train.export import merge_command
 
     return merge_command(args)
+
+
+def _view(args: list[str]) -> int:
+    from foveal.view.command import view_command
+
+    return view_command(args)
 
 
 def _quickstart(args: list[str]) -> int:
@@ -164,7 +195,9 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "check": _check,
+    "plan": _plan,
     "merge": _merge,
+    "view": _view,
     "quickstart": _quickstart,
 }
 

@@ -16,6 +16,7 @@ from foveal.resume import plain_model
 from foveal.reward.runner import RewardRunner
 from foveal.track import Trackers, console
 from foveal.track.metrics import timing_metrics
+from foveal.track.sample_files import SampleFiles
 from foveal.track.timing import timer
 from foveal.train.checkpoint import check_actor
 from foveal.train.retention import WORDS, Checkpoints
@@ -73,7 +74,8 @@ def evaluate(config: Config, model: str | None = None) -> int:
         folder = config.trainer.checkpoint_dir / "eval" / re.sub(r"[^\w.-]+", "_", scored).strip("_")[-100:]
         with closing(Trackers(config, folder, resume_step=step)) as trackers:
             with timer(timings, "validation"):
-                metrics, samples = Validator(config, loader, workers, rewards, processing).run(step, {})
+                files = SampleFiles(folder, processing.tokenizer, after=step)
+                metrics, samples = Validator(config, loader, workers, rewards, processing, files).run(step, {})
             metrics |= timing_metrics(timings)
             trackers.log(metrics, step)
             trackers.log_samples(samples, step)

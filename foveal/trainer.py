@@ -28,6 +28,7 @@ from foveal.track import Trackers, console
 from foveal.track.alarms import Alarms, signs
 from foveal.track.curve import draw_curve
 from foveal.track.metrics import perf_metrics, rollout_metrics, staleness, timing_metrics
+from foveal.track.sample_files import SampleFiles
 from foveal.track.timing import timer
 from foveal.train.credit import assign_credit, logprob_gap, needs_old_logprobs, take_sampled_logprobs
 from foveal.train.critic import check_critic_model
@@ -94,8 +95,9 @@ class Trainer:
             self._account_for_rows([self.loader, val_loader] if config.data.val_files else [self.loader])
             self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
             held.callback(self.workers.close)
+            self.samples = SampleFiles(self.root, self.processing.tokenizer, after=start.state.get("step", 0))
             if config.data.val_files:
-                self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing)
+                self.validator = Validator(config, val_loader, self.workers, val_rewards, self.processing, self.samples)
             self.collector = Collector(config, self.loader, self.workers, rewards, list(self._surplus))
             self.ahead = Ahead(self.collector) if config.trainer.async_rollout else None
             if start.folder is not None:
@@ -197,6 +199,9 @@ class Trainer:
         """One step: a batch of groups in, better weights out."""
         step = self.step + 1
         timings: dict[str, float] = {}
+        profiled = step in self.config.trainer.profile_steps
+        if profiled:
+            self.workers.start_profile(step, self.root.absolute() / "profile")
         with timer(timings, "step"):
             groups, metrics = self._collect(step, timings)
             if self.config.algorithm.old_logprobs == "rollout":
@@ -218,9 +223,12 @@ class Trainer:
             if not self.has_critic or step > self.config.trainer.critic_warmup:
                 with timer(timings, "update_actor"):
                     metrics |= self.workers.update(groups, step, self.total_steps, self.kl.kl_coef)
+        if profiled:
+            console.note(self.workers.stop_profile(timings))
         self.step = step
         self._loader_state, self._surplus = (self.ahead or self.collector).position()
         self._record_step(groups, metrics, timings)
+        self._keep_samples(groups)
 
     def _collect(self, step: int, timings: dict[str, float]) -> tuple[list[Group], Metrics]:
         with self.signals.interruptible(), console.phase(f"step {step}: answers", None) as advance:
@@ -370,6 +378,13 @@ class Trainer:
         console.step_line(self.step, self.total_steps, metrics)
         self.record |= metrics | self.alarms.look(self.step, metrics)
         self._warn_of_nothing_learned(groups)
+
+    def _keep_samples(self, groups: list[Group]) -> None:
+        """Keeps the answers to the first prompts of the step, as many as `trainer.log_training_samples` says."""
+        count = self.config.trainer.log_training_samples
+        part = self.samples.part("train", self.step)
+        part.add(groups if count < 0 else groups[:count])
+        part.write()
 
     def _warn_of_nothing_learned(self, groups: list[Group]) -> None:
         """Says at the first step without a learning signal what that means, and again as such steps go on."""

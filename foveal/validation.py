@@ -12,6 +12,7 @@ from foveal.reward.runner import RewardRunner
 from foveal.rollout.collect import generate_and_score, validation_sampling
 from foveal.track import console
 from foveal.track.metrics import validation_metrics
+from foveal.track.sample_files import SampleFiles
 from foveal.track.samples import Sample
 from foveal.types import Group, Metrics
 
@@ -22,6 +23,7 @@ class Validator:
 
     Args:
         rewards: a runner of its own, so that validation never touches the training function's state.
+        files: get every answer.
     """
 
     config: Config
@@ -29,6 +31,7 @@ class Validator:
     workers: Workers
     rewards: RewardRunner
     processing: Processing
+    files: SampleFiles
 
     def run(self, step: int, timings: dict[str, float]) -> tuple[Metrics, list[Sample]]:
         """One pass over the set.
@@ -42,6 +45,7 @@ class Validator:
         groups: list[Group] = []
         shown: list[Sample] = []
         counts: Metrics = {}
+        part = self.files.part("val", step)
         with console.phase("validation", len(self.loader)) as advance:
             for prompts in self.loader.batches():
                 scored, metrics = generate_and_score(prompts, sampling, self.workers, self.rewards, timings, advance)
@@ -49,8 +53,10 @@ class Validator:
                     counts[f"val_{name}"] = counts.get(f"val_{name}", 0.0) + value
                 wanted = self.config.trainer.val_generations_to_log - len(shown)
                 shown += [self._sample(group, step) for group in scored[: max(0, wanted)]]
+                part.add(scored)
                 # without the pictures, which all together may not fit into memory
                 groups += [Group(replace(g.prompt, media=[], features=None), g.responses) for g in scored]
+        part.write()
         return {**counts, **validation_metrics(groups)}, shown
 
     def _sample(self, group: Group, step: int) -> Sample:

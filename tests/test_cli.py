@@ -23,7 +23,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 
 def test_unknown_command_lists_the_commands(capsys) -> None:
     assert main(["trian"]) == 2
-    assert "train, eval, check, merge, quickstart" in capsys.readouterr().err
+    assert "train, eval, check, plan, merge, view, quickstart" in capsys.readouterr().err
 
 
 def test_an_error_of_the_user_is_one_message_without_traceback(capsys) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from foveal.track import external
 from foveal.track.backends import Backend, RunInfo
 from foveal.track.external import Background, close_all
 from foveal.track.samples import Sample
@@ -139,3 +140,34 @@ def test_a_damaged_file_of_run_ids_starts_new_runs(
     (tmp_path / "trackers.json").write_text(content)
     assert _RunIds(tmp_path / "trackers.json", resume_step=1).get("wandb") is None
     assert "is damaged: trackers start a new run" in warnings_of(capsys)[0]
+
+
+def test_a_tracker_that_does_not_answer_is_told_once(
+    hanging: Memory, ids: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "STALL_SECONDS", 0.0)
+    tracker = Background("memory", hanging, RUN, ids.append)
+    for step in range(3):
+        tracker.log({"a": 1.0}, step)
+    (line,) = warnings_of(capsys)
+    assert "memory has not answered for 0 s; the run goes on" in line
+
+
+def test_of_samples_few_wait_for_a_tracker_that_hangs(
+    hanging: Memory, ids: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Background("memory", hanging, RUN, ids.append)
+    for step in range(external.WAITING_TABLES + 1):
+        tracker.log_samples([], step)
+    assert "entries are dropped" in warnings_of(capsys)[0]
+    assert tracker._jobs.qsize() == external.WAITING_TABLES
+
+
+def test_keys_and_passwords_are_not_in_warnings(
+    ids: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMORY_API_KEY", "0123456789")
+    error = ConnectionError("http://me:secret@host/api refused key 0123456789")
+    close_all([Background("memory", Memory("open", error), RUN, ids.append)])
+    (line,) = warnings_of(capsys)
+    assert "http://***@host/api refused key ***" in line

@@ -120,4 +120,4 @@ def test_a_sample_shows_the_prompt_with_its_placeholders() -> None:
 
     prompt = Prompt("val-0-7", [60, 105, 62], [60, 105, 105, 62], [Media("image", b"", "a.png")], {}, 7, 3)
     sample = Sample.of(prompt, response(1, {"overall": 0.5}), 5, Letters())
-    assert (sample.prompt, sample.answer, sample.images, sample.score) == ("<i>", "3", ["a.png"], 0.5)
+    assert (sample.prompt, sample.answer, sample.images, sample.rewards) == ("<i>", "3", ["a.png"], {"overall": 0.5})

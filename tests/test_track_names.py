@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from foveal.track.backends import Mlflow
+from foveal.track.backends.mlflow import Mlflow
 from foveal.track.names import LegalNames
 
 ODD = ["reward/mean@1", "reward/mean 1", "reward/acc(strict)", "reward/a,b", "reward//lead//twice", "reward/准确率"]

@@ -107,6 +107,14 @@ class Member(Actor):
     def performance(self, timings: dict[str, float]) -> Metrics:
         return self.worker.performance(timings)
 
+    def start_profile(self, step: int, folder: Path) -> None:
+        """The first worker is recorded: the others do the same on other rows."""
+        if self.rank == 0:
+            self.worker.start_profile(step, folder)
+
+    def stop_profile(self, timings: dict[str, float]) -> str:
+        return self.worker.stop_profile(timings) if self.rank == 0 else ""
+
     def snapshot(self, model_only: bool, copied: bool) -> bool:
         """Takes what a checkpoint shall hold; returns whether it is a copy."""
         self._snapshot = self.worker.snapshot(model_only=model_only, copied=copied)

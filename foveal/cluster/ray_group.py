@@ -191,6 +191,14 @@ class RayWorkers:
                 metrics["perf/idle_s/engine"] = self._engines.clock.idle(seconds)
         return metrics
 
+    def start_profile(self, step: int, folder: Path) -> None:
+        """As `Worker.start_profile`, of the first worker."""
+        self._running.call("starting a profile", "start_profile", lambda rank: (step, folder))
+
+    def stop_profile(self, timings: dict[str, float]) -> str:
+        found: list[str] = self._running.call("writing the profile", "stop_profile", lambda rank: (timings,))
+        return found[0]
+
     def snapshot(self, *, model_only: bool, copied: bool) -> RemoteSnapshot:
         """As `Worker.snapshot`; the states stay where they are."""
         taken = self._running.call("taking a snapshot", "snapshot", lambda rank: (model_only, copied))

@@ -82,11 +82,24 @@ def count_parameters(model_path: str) -> int:
 
 def _held(role: TrainedConfig, parameters: int, source: ModelConfig) -> int:
     """Bytes of a trained model of so many weights, read from `source`, and of its optimizer's states."""
-    size = DTYPES[role.weights_dtype("cuda")].itemsize
-    held = 0 if role.offload.offload_params else parameters * size
-    if role.model.lora.rank:  # adapters are float32, and without them there are no states
+    trained, adapters = parameters, 0
+    if role.model.lora.rank:  # without adapters there are no states
         model = empty_adapted(role.model, source.model_path or "")
-        parameters, size = sum(p.numel() for name, p in model.named_parameters() if is_factor(name)), 4
-        held += 0 if role.offload.offload_params else parameters * size
-    moments = MOMENTS * (1 if role.optim.strategy == "adamw_8bit" else size)
-    return held + (0 if role.offload.offload_optimizer else parameters * moments)
+        trained = adapters = sum(p.numel() for name, p in model.named_parameters() if is_factor(name))
+    held = 0 if role.offload.offload_params else weight_bytes(role, parameters, adapters)
+    return held + (0 if role.offload.offload_optimizer else moment_bytes(role, trained))
+
+
+def weight_bytes(role: TrainedConfig, parameters: int, adapters: int = 0) -> int:
+    """Bytes of the weights of a trained model; of its adapters, which are not among them, 4 each."""
+    return parameters * DTYPES[role.weights_dtype("cuda")].itemsize + adapters * gradient_size(role)
+
+
+def moment_bytes(role: TrainedConfig, trained: int) -> int:
+    """Bytes of the optimizer's states of so many trained weights."""
+    return MOMENTS * trained * (1 if role.optim.strategy == "adamw_8bit" else gradient_size(role))
+
+
+def gradient_size(role: TrainedConfig) -> int:
+    """Bytes of a number that is trained, and of its gradient."""
+    return 4 if role.model.lora.rank else DTYPES[role.weights_dtype("cuda")].itemsize

@@ -41,6 +41,7 @@ from foveal.train.offload import Parking, Part, phase_parkings
 from foveal.train.peers import Peers, spread, spread_with
 from foveal.train.place import Place
 from foveal.train.policy import Policy
+from foveal.train.profile import Profile
 from foveal.train.rng import KEY, load_rng, take_rng
 from foveal.train.scorer import Reference, StartScorer, TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
@@ -378,6 +379,21 @@ class Worker:
     def performance(self, timings: dict[str, float]) -> Metrics:
         """Rates and memory of what was done since the last call (`Meter.metrics`), given the seconds of each phase."""
         return self.meter.metrics(timings)
+
+    def start_profile(self, step: int, folder: Path) -> None:
+        """Records what is done until `stop_profile`, for files in `folder`."""
+        self.meter.profile = Profile(self.device, folder, step)
+        if self.engine is not None:
+            self.engine.on_step = self.meter.profile.tick
+
+    def stop_profile(self, timings: dict[str, float]) -> str:
+        """Writes the profile (`Profile.write`), given the seconds of each phase, and says where it is."""
+        assert self.meter.profile is not None
+        written = self.meter.profile.write(timings)
+        self.meter.profile = None
+        if self.engine is not None:
+            self.engine.on_step = None
+        return written
 
     def snapshot(self, *, model_only: bool, copied: bool) -> Snapshot:
         """Takes what a checkpoint is to hold now.

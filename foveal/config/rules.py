@@ -146,6 +146,10 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
     yield "vLLM's own statistics are never printed", (rollout + "disable_log_stats",)
     if not (config.trainer.val_before_train or config.trainer.val_freq > 0):
         yield "nothing is validated", ("trainer.best_metric", "trainer.best_mode")
+    if config.trainer.val_only:
+        yield "nothing is trained", ("trainer.profile_steps",)
+    elif config.trainer.max_steps and min(config.trainer.profile_steps, default=0) > config.trainer.max_steps:
+        yield f"the run has {config.trainer.max_steps} steps", ("trainer.profile_steps",)
     yield "no progress bar is drawn", (rollout + "disable_tqdm",)
 
 

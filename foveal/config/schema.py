@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from foveal.config.schema_data import AlgorithmConfig, DataConfig
 from foveal.config.schema_worker import WorkerConfig
-from foveal.config.sections import NotNegative, Positive, PositiveOrOff, Section
+from foveal.config.sections import Int, NotNegative, Positive, PositiveOrOff, Section
 
-TrackerName = Literal["console", "file", "wandb", "swanlab", "mlflow", "tensorboard"]
+TrackerName = Literal["console", "file", "wandb", "swanlab", "mlflow", "tensorboard", "trackio"]
 
 
 def _as_list(value: Any) -> Any:
@@ -50,6 +50,11 @@ class TrainerConfig(Section):
     val_generations_to_log: NotNegative = Field(
         default=0, description="Validation samples that are logged with their scores."
     )
+    log_training_samples: Annotated[Int, Field(ge=-1)] = Field(
+        default=8,
+        description="Prompts of each training step whose answers are kept in the run's folder, with their tokens, for "
+        "`foveal view`; -1 means all. Those of validations always are.",
+    )
     save_freq: PositiveOrOff = Field(default=-1, description="Save every so many steps; -1 means only at the end.")
     save_limit: PositiveOrOff = Field(
         default=-1,
@@ -84,6 +89,11 @@ class TrainerConfig(Section):
     restart_data: bool = Field(
         default=False,
         description="Begin the training rows anew, which may be others, when going on from a checkpoint.",
+    )
+    profile_steps: list[Positive] = Field(
+        default=[],
+        description="Steps of which a trace for ui.perfetto.dev and a summary are written into `profile` in the run's "
+        "folder, as [3, 5]. These steps are slower.",
     )
     async_rollout: bool = Field(
         default=False,

@@ -39,7 +39,11 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's peak rate for bf16 matrix products, or None where it isn't known (every CPU, for one)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """The same of a device by its name."""
     return next((peak for key, peak in _PEAK_BF16.items() if key in name), None)
 
 

@@ -7,7 +7,7 @@ checkpointing and 33 with it; weights and this arithmetic make 110 and 28, gradi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foveal.config.schema_model import Checkpointing
@@ -50,6 +50,7 @@ class Pass:
         checkpointing: of the model's layers.
         offload: what waits for the backward pass waits in host memory.
         rank: of the adapters on all linear layers; 0 for none.
+        compiled: layers keep what products need, and no copies on the way to it.
     """
 
     stream: int
@@ -59,6 +60,7 @@ class Pass:
     checkpointing: Checkpointing = False
     offload: bool = False
     rank: int = 0
+    compiled: bool = False
 
 
 def decoder_block(config: Any) -> Block:
@@ -90,17 +92,47 @@ def tower_block(config: Any) -> Block | None:
 
 def kept_by_layer(block: Block, how: Pass) -> float:
     """Bytes for each token that autograd keeps of one layer without checkpointing."""
-    norm = block.width * (4 + how.stream)  # the input in float32, and the normalised numbers
+    norm = block.width * (how.stream if how.compiled else 4 + how.stream)  # the input (in float32), the result
     # What the products are given: one tensor for all, or, where it must be cast, one for each.
-    products = 2 if how.stream == how.compute else 5 if block.gated else 3
+    products = 2 if how.compiled or how.stream == how.compute else 5 if block.gated else 3
     given = how.compute * products * block.width
     attention = how.compute * (2 * block.queries + 2 * block.keys * how.keys_per_token)  # queries, result; keys, values
     if block.head_norms:
-        attention += (4 + how.compute) * (block.queries + block.keys)
-    mlp = how.compute * block.inner * (4 if block.gated else 2)
+        attention += ((0 if how.compiled else 4) + how.compute) * (block.queries + block.keys)
+    inner = (4 if block.gated else 2) - how.compiled  # what the activation made is made again
+    mlp = how.compute * block.inner * inner
     experts = how.compute * 2 * block.copies * block.width  # copies of the token, and what comes back
     adapters = how.compute * how.rank * (7 if block.gated else 6)  # what A makes of the token, for each product
     return 2 * norm + given + attention + mlp + experts + adapters
+
+
+def waiting_bytes(config: Any, how: Pass, *, tower_trained: bool) -> float:
+    """Bytes of each token that wait for the backward pass, the last hidden states and their gradient included.
+
+    Args:
+        tower_trained: as in `training_bytes`.
+    """
+    decoder = decoder_block(config)
+    tower = _tower_bytes(config, how, _waiting) if tower_trained else 0.0
+    return 2 * how.stream * decoder.width + _waiting(decoder, how) + tower
+
+
+def backward_bytes(config: Any, how: Pass, *, tower_trained: bool) -> float:
+    """Bytes for each token beside those that wait while a layer's backward pass runs, where they are most: what was
+    computed again or fetched for it, and the gradients of its widest numbers.
+
+    Args:
+        tower_trained: as in `training_bytes`.
+    """
+    tower = _tower_bytes(config, how, _backward) if tower_trained else 0.0
+    return max(_backward(decoder_block(config), how), tower)
+
+
+def layer_forward_bytes(config: Any, how: Pass) -> float:
+    """Bytes of each token at the widest place of a pass without gradient: what goes in, the stream, and the MLP's
+    numbers with what it is given. `forward_bytes` is a bound of it."""
+    tower = _tower_bytes(config, how, _at_work)
+    return how.stream * decoder_block(config).width + max(_at_work(decoder_block(config), how), tower)
 
 
 def training_bytes(config: Any, how: Pass, *, tower_trained: bool) -> float:
@@ -134,10 +166,26 @@ def budget(free: float, per_token: float, most: int) -> int:
 
 
 def _trained(block: Block, how: Pass) -> float:
-    layer, entry = kept_by_layer(block, how), how.stream * block.width
+    return _waiting(block, how) + 2 * kept_by_layer(block, how)
+
+
+def _waiting(block: Block, how: Pass) -> float:
+    if how.offload:
+        return 0.0
     again = {False: 0, "selective": block.count // 2, True: block.count}[how.checkpointing]
-    waiting = again * entry + (block.count - again) * layer
-    return (0 if how.offload else waiting) + 2 * layer
+    return again * how.stream * block.width + (block.count - again) * kept_by_layer(block, how)
+
+
+def _backward(block: Block, how: Pass) -> float:
+    made = kept_by_layer(block, how) if how.checkpointing or how.offload else 0.0
+    widest = how.compute * (block.inner * (1 if how.compiled else 2) + block.copies * block.width)
+    return made + widest + 2 * how.stream * block.width
+
+
+def _at_work(block: Block, how: Pass) -> float:
+    given = block.width * (how.compute if how.compiled or how.stream == 2 else 4 + how.compute)
+    inner = how.compute * block.inner * ((2 if block.gated else 1) + (not how.compiled))
+    return how.stream * block.width + given + inner + how.compute * 2 * block.copies * block.width
 
 
 def _untrained(block: Block, how: Pass) -> float:
@@ -149,6 +197,6 @@ def _tower_bytes(config: Any, how: Pass, of: Any) -> float:
     if block is None:
         return 0.0
     patches = config.vision_config.spatial_merge_size**2
-    # Its attention gathers no keys.
-    alone = Pass(how.stream, how.compute, checkpointing=how.checkpointing, offload=how.offload, rank=how.rank)
+    # Its attention gathers no keys; trained and checkpointed, it is not compiled.
+    alone = replace(how, keys_per_token=1.0, visual=0.0, compiled=how.compiled and not how.checkpointing)
     return float(how.visual * patches * of(block, alone))

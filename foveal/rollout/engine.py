@@ -47,6 +47,9 @@ class RolloutEngine(ABC):
     stop_asked: Callable[[], bool] = staticmethod(lambda: False)
     """Looked at between tokens: true ends `collect` with an EngineError, and leaves answers open."""
 
+    on_step: Callable[[], None] | None = None
+    """Called after each step of the engine, for a profile that records only some of them."""
+
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> None:
         """Queues `sampling.n` answers to each prompt. Returns at once.

@@ -20,7 +20,7 @@ from foveal.types import Group, Prompt, Response, Sampling
 
 KNOWN_EXTRA = ("stop_token_ids",)
 _CPU_MEMORY = 2 * 2**30
-_FREE_FRACTION = 0.5
+FREE_FRACTION = 0.5
 _COMPACT_AT = 0.25  # drop finished rows once they are this share of the batch: a drop copies the cache once
 
 
@@ -137,14 +137,25 @@ class TransformersEngine(RolloutEngine):
 
     def _prompt_bytes(self, width: int, sampling: Sampling) -> int:
         """Memory for one prompt of `width` tokens and its answers: cache, logits, and activations of the prefill."""
-        config = text_config(self.model)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * heads * head_dim * self.cache_dtype.itemsize
-        answer = token * (width + sampling.max_tokens) + 32 * config.vocab_size  # the sampler works in up to float64
-        weight_bytes = next(self.model.parameters()).element_size()
-        prefill = width * (8 * config.hidden_size + 3 * config.intermediate_size) * weight_bytes
-        return sampling.n * answer + prefill
+        weights = next(self.model.parameters()).element_size()
+        config, cache = text_config(self.model), self.cache_dtype.itemsize
+        return bytes_of_prompt(config, width, sampling.n, sampling.max_tokens, cache=cache, weights=weights)
+
+
+def bytes_of_prompt(text: Any, width: int, n: int, longest: int, *, cache: int, weights: int) -> int:
+    """Memory for one prompt and its n answers.
+
+    Args:
+        text: the configuration of the decoder.
+        width: tokens of the prompt, longest: of an answer.
+        cache, weights: bytes of a number in the cache and in the weights.
+    """
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * head_dim * cache
+    answer = token * (width + longest) + 32 * text.vocab_size  # the sampler works in up to float64
+    prefill = width * (8 * text.hidden_size + 3 * text.intermediate_size) * weights
+    return int(n * answer + prefill)
 
 
 class _Batch:
@@ -192,6 +203,8 @@ class _Batch:
                 return finished
             logits = self._prefill() if self.step == 0 else self._decode()
             self._sample(logits)
+            if self.engine.on_step is not None:
+                self.engine.on_step()
 
     def _drop_aborted(self) -> None:
         n = self.sampling.n
@@ -339,7 +352,7 @@ def _free_memory(device: torch.device) -> int:
         return _CPU_MEMORY
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_FREE_FRACTION * (free + unused))
+    return int(FREE_FRACTION * (free + unused))
 
 
 @contextmanager

@@ -227,6 +227,8 @@ class VllmEngine(RolloutEngine):
                 outputs, executed = self.core.step_fn()
                 self.core.post_step(model_executed=executed)
             self.watchdog.beat()
+            if self.on_step is not None:
+                self.on_step()
             progress = self._take_pieces() or executed
             for output in outputs[0].outputs if outputs else ():
                 progress = True

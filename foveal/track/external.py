@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,10 @@ from foveal.types import Metrics
 
 QUEUE_LENGTH = 1000
 CLOSE_SECONDS = 10.0
+STALL_SECONDS = 60.0
+"""Of one call, after which it is said that the tracker does not answer."""
+WAITING_TABLES = 8
+"""Of samples, which hold pictures."""
 
 Job = Callable[[], None]
 
@@ -42,6 +48,9 @@ class Background:
         self._alive = True
         self._failed = 0
         self._dropped = 0
+        self._busy_since: float | None = time.monotonic()
+        self._told_of_stall = False
+        self._free_tables = threading.Semaphore(WAITING_TABLES)
         # A daemon: a tracker that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, args=(run, opened), name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -52,7 +61,18 @@ class Background:
         self._put(lambda: self._backend.log(legal, step))
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        self._put(lambda: self._backend.log_samples(samples, step))
+        """Hands samples on, with their pictures: of a tracker that is behind, few of these wait."""
+
+        def job() -> None:
+            try:
+                self._backend.log_samples(samples, step)
+            finally:
+                self._free_tables.release()
+
+        if not self._free_tables.acquire(blocking=False):
+            self._drop()
+        elif not self._put(job):
+            self._free_tables.release()
 
     def close(self, deadline: float) -> None:
         """Waits for what is queued, until `deadline` on `time.monotonic()`'s clock, then gives up with a warning."""
@@ -69,12 +89,25 @@ class Background:
         elif self._alive and self._failed + self._dropped > 0:
             warn(f"{self._name} lacks {self._failed + self._dropped} entries; the run's own files have everything.")
 
-    def _put(self, job: Job) -> None:
+    def _put(self, job: Job) -> bool:
         if not self._alive:
-            return
+            return False
+        self._tell_of_stall()
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
+            self._drop()
+            return False
+        return True
+
+    def _tell_of_stall(self) -> None:
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > STALL_SECONDS and not self._told_of_stall:
+            self._told_of_stall = True
+            warn(f"{self._name} has not answered for {STALL_SECONDS:.0f} s; the run goes on, its entries wait.")
+
+    def _drop(self) -> None:
+        if self._alive:
             self._dropped += 1
             if self._dropped == 1:
                 warn(f"{self._name} is too slow or hangs: entries are dropped from here on until it catches up.")
@@ -89,6 +122,8 @@ class Background:
             warn(f"{self._name} is off for this run: {_reason(error)}. To use it, {self._cure(error, run)}.")
             self._forget_waiting()
             return
+        finally:
+            self._busy_since = None
         while (job := self._jobs.get()) is not None:
             self._do(job)
         self._do(self._backend.close)
@@ -99,12 +134,15 @@ class Background:
                 self._jobs.get_nowait()
 
     def _do(self, job: Job) -> None:
+        self._busy_since = time.monotonic()
         try:
             job()
         except (Exception, SystemExit) as error:
             self._failed += 1
             if self._failed == 1:
                 warn(f"{self._name} refused an entry ({_reason(error)}); the run goes on.")
+        finally:
+            self._busy_since = None
 
     def _cure(self, error: BaseException, run: RunInfo) -> str:
         if isinstance(error, ImportError):
@@ -114,10 +152,19 @@ class Background:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, short enough for one line."""
-    lines = str(error).strip().splitlines()
+    """The first line of an error, short enough for one line, and without anybody's key."""
+    lines = _without_keys(str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _without_keys(text: str) -> str:
+    """Without the passwords of addresses, and without what the environment calls a key, token, password or secret."""
+    text = re.sub(r"://[^/@\s]+@", "://***@", text)
+    for name, value in os.environ.items():
+        if len(value) >= 8 and re.search("KEY|TOKEN|PASSWORD|SECRET", name):
+            text = text.replace(value, "***")
+    return text
 
 
 def close_all(trackers: list[Background], seconds: float = CLOSE_SECONDS) -> None:

@@ -113,29 +113,63 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> Metrics:
     return flat
 
 
-def read_log(log_file: Path) -> dict[int, Metrics]:
-    """What a run logged, by step, in order of the steps.
+class RunLog:
+    """What a run logged, read as far as it has come.
 
     A file may hold a step several times: validation and saving add to it, and a run that went on from an older
     checkpoint trained some steps again. The later line wins, and training a step again drops what stood after it.
 
-    Returns:
-        step → metrics with their full names. Empty when there is no such file; half-written lines are passed over.
+    Attributes:
+        steps: step → metrics with their full names.
     """
-    steps: dict[int, Metrics] = {}
-    trained = 0
-    if not log_file.exists():
-        return steps
-    with open(log_file, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                metrics = flatten(json.loads(line))
-                step = int(metrics.pop("step"))
-            except (ValueError, KeyError, AttributeError):
-                continue
-            if any(name.startswith("actor/") for name in metrics):
-                if step <= trained:
-                    steps = {old: found for old, found in steps.items() if old < step}
-                trained = step
-            steps.setdefault(step, {}).update(metrics)
-    return dict(sorted(steps.items()))
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self.steps: dict[int, Metrics] = {}
+        self._trained = 0
+        self._place = 0
+
+    def read_on(self) -> bool:
+        """Takes the lines that are new; half-written and broken ones are passed over.
+
+        Returns:
+            whether there were any.
+        """
+        if not self.path.exists():
+            return False
+        with open(self.path, "rb") as file:
+            if file.seek(0, 2) < self._place:  # a new file in the place of the old
+                self._begin()
+            file.seek(self._place)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._place += len(whole)
+        for line in whole.splitlines():
+            self._take(line)
+        return bool(whole)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            metrics = flatten(json.loads(line.decode("utf-8", errors="replace")))
+            step = int(metrics.pop("step"))
+        except (ValueError, KeyError, AttributeError):
+            return
+        if any(name.startswith("actor/") for name in metrics):
+            if step <= self._trained:
+                self.steps = {old: found for old, found in self.steps.items() if old < step}
+            self._trained = step
+        self.steps.setdefault(step, {}).update(metrics)
+
+
+def read_log(log_file: Path) -> dict[int, Metrics]:
+    """What a run logged, by step, in order of the steps.
+
+    Returns:
+        step → metrics with their full names. Empty when there is no such file.
+    """
+    log = RunLog(log_file)
+    log.read_on()
+    return dict(sorted(log.steps.items()))

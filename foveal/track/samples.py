@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from foveal.track.lines import number
-from foveal.types import Prompt, Response
+from foveal.types import Media, Prompt, Response
 
 
 class Decoder(Protocol):
@@ -24,6 +24,7 @@ class Sample:
         prompt: what the model was given, one placeholder per picture.
         answer: the ground truth, as text.
         images: names of the prompt's pictures and videos.
+        media: these themselves, for trackers that show pictures.
     """
 
     step: int
@@ -33,6 +34,7 @@ class Sample:
     answer: str
     rewards: dict[str, float]
     images: list[str]
+    media: list[Media] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, prompt: Prompt, response: Response, step: int, tokenizer: Decoder) -> Sample:
@@ -45,11 +47,8 @@ class Sample:
             answer=str(prompt.answer),
             rewards=dict(response.rewards),
             images=[medium.name for medium in prompt.media],
+            media=prompt.media,
         )
-
-    @property
-    def score(self) -> float | None:
-        return self.rewards.get("overall")
 
     @property
     def scores_text(self) -> str:

@@ -56,6 +56,7 @@ class Trackers:
             self._external.append(Background(name, BACKENDS[name](), run, partial(self._ids.keep, name)))
         self._file_failed = False
         note(f"metrics and sample answers: {run_dir}/{self.log_file.name}, {run_dir}/generations.log")
+        note(f"in the browser: foveal view {run_dir}")
 
     @property
     def run_ids(self) -> dict[str, str]:

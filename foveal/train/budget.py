@@ -147,13 +147,38 @@ def _agreed(tokens: int, device: torch.device) -> int:
 
 def _largest(config: Config, keys: TrainedConfig, scorer: Any, free: int) -> tuple[int, int, str]:
     """Tokens with gradient and without, and why."""
-    how = _pass(config, keys, scorer)
-    compiled = config.worker.actor.use_torch_compile and not config.algorithm.exact_kl_in_loss
+    weights = next(scorer.model.parameters()).dtype.itemsize
+    compute = scorer.autocast.itemsize if scorer.autocast else weights
+    if any(isinstance(p, DTensor) for p in scorer.parameters()):  # gathered in the type that is computed in
+        weights = compute = DTYPES[keys.fsdp.mp_param_dtype].itemsize
+    sizes = scorer.model.config
+    how = how_computed(config, keys, sizes, stream=weights, compute=compute)
+    return largest_passes(
+        config,
+        sizes,
+        how,
+        free,
+        parameters=sum(p.numel() for p in scorer.parameters()),
+        tower_trained=any(p.requires_grad for p in _tower(scorer)),
+    )
+
+
+def largest_passes(
+    config: Config, sizes: Any, how: Pass, free: float, *, parameters: int, tower_trained: bool
+) -> tuple[int, int, str]:
+    """Tokens of the first passes of `auto`, with gradient and without, and why.
+
+    Args:
+        sizes: the configuration of the transformers model.
+        free: bytes that are left for a pass.
+        parameters: of the model, as one process gathers them.
+        tower_trained: whether the vision tower is.
+    """
+    compiled = compiles_head(config)
     fixed = head_bytes(CHUNK_ELEMENTS["compiled" if compiled else "cuda"], compiled=compiled)
     if how.stream != how.compute:  # autocast keeps a copy of each weight
-        fixed += how.compute * sum(p.numel() for p in scorer.parameters())
-    sizes = scorer.model.config
-    training = training_bytes(sizes, how, tower_trained=any(p.requires_grad for p in _tower(scorer)))
+        fixed += how.compute * parameters
+    training = training_bytes(sizes, how, tower_trained=tower_trained)
     room = free - fixed
     return (
         budget(room, training, MOST),
@@ -162,20 +187,28 @@ def _largest(config: Config, keys: TrainedConfig, scorer: Any, free: int) -> tup
     )
 
 
-def _pass(config: Config, keys: TrainedConfig, scorer: Any) -> Pass:
-    weights = next(scorer.model.parameters()).dtype.itemsize
-    compute = scorer.autocast.itemsize if scorer.autocast else weights
-    if any(isinstance(p, DTensor) for p in scorer.parameters()):  # gathered in the type that is computed in
-        weights = compute = DTYPES[keys.fsdp.mp_param_dtype].itemsize
+def compiles_head(config: Config) -> bool:
+    """Whether the logits of an update run through compiled code, on a GPU."""
+    return config.worker.actor.use_torch_compile and not config.algorithm.exact_kl_in_loss
+
+
+def how_computed(config: Config, keys: TrainedConfig, sizes: Any, *, stream: int, compute: int) -> Pass:
+    """How passes compute, for groups as long as they may be.
+
+    Args:
+        keys: of the model that is trained.
+        sizes: the configuration of the transformers model.
+        stream, compute: bytes of a number, as in `Pass`.
+    """
     prompt, answer, n = config.data.max_prompt_length, config.data.max_response_length, config.worker.rollout.n
     if not config.worker.actor.shared_prefix:
         n = 1
     return Pass(
-        stream=weights,
+        stream=stream,
         compute=compute,
         keys_per_token=(prompt + n * (prompt + answer)) / (prompt + n * answer) if n > 1 else 1.0,
         # All of the prompt, in groups whose answers are half as long as they may be.
-        visual=prompt / (prompt + n * answer / 2) if tower_block(scorer.model.config) else 0.0,
+        visual=prompt / (prompt + n * answer / 2) if tower_block(sizes) else 0.0,
         checkpointing=keys.model.enable_gradient_checkpointing,
         offload=keys.model.activation_offload,
         rank=keys.model.lora.rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from foveal.models.grids import Grid
 from foveal.models.lora import computes_as_at_start, without_adapter
 from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
+from foveal.train.profile import Profile
 from foveal.train.scorer import StartScorer
 from foveal.types import Group, Metrics, Prompt
 
@@ -40,6 +41,9 @@ class Meter:
     Args:
         device: whose memory and peak rate count.
         grids: the sizes of a prompt's pictures and videos.
+
+    Attributes:
+        profile: of the step, where it is to be recorded.
     """
 
     def __init__(self, device: torch.device, grids: Callable[[Prompt], Iterable[Grid]]) -> None:
@@ -51,6 +55,7 @@ class Meter:
         self._phases: dict[str, _Phase] = {}
         self._open: _Phase | None = None
         self._allocated = self._reserved = 0
+        self.profile: Profile | None = None
 
     def watch(self, scorer: nn.Module) -> None:
         """Counts whatever runs through a scorer (or a critic's) and its model from now on, while a phase is open.
@@ -83,7 +88,12 @@ class Meter:
             if self._open is not None:  # an engine that samples with the model has grids on the device
                 count(Work(grids=tuple((t, h, w) for t, h, w in options["grid_thw"].tolist())))
 
-        scorer.register_forward_pre_hook(lambda _, args: count(Work(scored=len(args[0].targets))))
+        def score(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.profile is not None:
+                self.profile.tick()
+            count(Work(scored=len(args[0].targets)))
+
+        scorer.register_forward_pre_hook(score)
         decoder_of(model).register_forward_pre_hook(decode, with_kwargs=True)
         if tower is not None:
             tower.register_forward_pre_hook(look, with_kwargs=True)
@@ -109,7 +119,7 @@ class Meter:
         phase.peer_flops += once * passes
         self._open = phase
         try:
-            with self._memory(phase):
+            with self._profiled(name), self._memory(phase):
                 yield
         finally:
             self._open = None
@@ -122,8 +132,11 @@ class Meter:
         def count(group: Group) -> None:
             phase.tokens += sum(len(response.token_ids) for response in group.responses)
 
-        with self._memory(phase):
+        with self._profiled("gen"), self._memory(phase):
             yield count
+
+    def _profiled(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.profile is None else self.profile.phase(name)
 
     def metrics(self, timings: dict[str, float]) -> Metrics:
         """The rates of what was done since the last call, and forgets it.

@@ -109,6 +109,9 @@ class Policy:
             pack.store("old_logprobs", logprobs)
         elif self._untouched and algorithm.old_logprobs == "rollout":
             pack.store("trainer_logprobs", logprobs)  # so that the gap to the engine's can be told
+        assert scores.entropy is not None
+        if self._untouched and self.config.trainer.log_training_samples:
+            pack.store("entropies", scores.entropy)
         old, lengths = pack.column("old_logprobs"), pack.lengths
         mask = torch.ones_like(logprobs, dtype=torch.bool)
 
@@ -125,7 +128,6 @@ class Policy:
             token_losses = token_losses * weights
             sums = {**sums, **counts}
         loss = mean(token_losses)
-        assert scores.entropy is not None
         sums = {**sums, "pg_loss": loss, "entropy": scores.entropy.sum()}
         if actor.entropy_coef:
             loss = loss - actor.entropy_coef * mean(scores.entropy)

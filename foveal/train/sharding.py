@@ -29,7 +29,7 @@ from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
 from foveal.train.scorer import TokenScorer
 
-_GRADIENT_SHARE = 0.1
+GRADIENT_SHARE = 0.1
 """Of a device's memory, that whole gradients may take to be sent less often (`fsdp.gradient_sync=auto`)."""
 
 
@@ -123,7 +123,7 @@ def sums_at_end(scorer: nn.Module, fsdp: FsdpConfig, precision: MixedPrecisionPo
         for parameter in scorer.parameters()
         if parameter.requires_grad
     )
-    return needed <= _GRADIENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return needed <= GRADIENT_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,0 +1,226 @@
+"""What `foveal plan` says beside what was measured: every committed result that it can be compared with.
+
+    python3 benchmarks/plan_vs_measured.py
+
+Reads `train_engine_*.json` (passes, and peaks of `--memory`), `cuda_smoke_*.json` and `vllm_rollout_*.json` in
+`benchmarks/results`, plans the configuration that each was measured with, and writes `plan_vs_measured.md` there.
+Peaks are `torch.cuda.max_memory_allocated` in GiB; vLLM's are what the device had in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import cuda_smoke, train_engine
+from benchmarks.real_size import build_model
+from foveal.config import Config, load_config
+from foveal.plan.command import Plan, make_plan
+from foveal.plan.engine import ASLEEP
+from foveal.plan.gpus import find_gpu
+from foveal.plan.rows import Lengths
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GIB = 2**30
+VISUAL = {"3B": 384, "7B": 384, "4B": 294, "30B-A3B": 294}
+"""Visual tokens of a 448×672 picture."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A comparison: `unit` is "GiB" or "s"."""
+
+    file: str
+    name: str
+    what: str
+    measured: float
+    planned: float
+    unit: str = "GiB"
+
+    @property
+    def off(self) -> float:
+        return self.planned / self.measured - 1
+
+
+def comparisons(results: Path = RESULTS) -> list[Row]:
+    """All rows, in the order of the files."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        for path in sorted(results.glob("train_engine_*.json")):
+            rows += _engine(path, root)
+        for path in sorted(results.glob("cuda_smoke_*.json")):
+            rows += _smoke(path, root)
+        for path in sorted(results.glob("vllm_rollout_*.json")):
+            rows += _rollout(path, root)
+    return rows
+
+
+def _engine(path: Path, root: Path) -> Iterator[Row]:
+    result = json.loads(path.read_text())
+    options = _options(result["command"], groups=128, steps=4, prompt=560, tokens=512, moe=None, token_budget="auto")
+    options.tiny = False
+    size, _, layers = path.stem.removeprefix("train_engine_").removesuffix("_layers").partition("_")
+    folder = _model(root, size, int(layers) if layers else None)
+    lengths = {"prompt": int(result["prompt_tokens"]), "visual": VISUAL[size]}
+    for key, found in result.items():
+        if not isinstance(found, dict) or key == "versions" or "error" in found:
+            continue
+        memory = key.startswith("memory ")
+        mode, _, answers = key.removeprefix("memory ").partition(" ")
+        offload = mode.endswith("+offload")
+        parsed = train_engine.Mode.parse(mode.removesuffix("+offload"))
+        config = train_engine.settings(options, parsed, answers or "equal", folder.parent)
+        groups = options.groups // options.steps if memory else int(found["groups"])
+        config.data.rollout_batch_size = groups
+        config.worker.actor.global_batch_size = options.groups // options.steps
+        config.worker.actor.model.model_path = str(folder)
+        keys = config.worker.actor.offload
+        keys.offload_params = keys.offload_optimizer = offload
+        if memory:
+            given = options.token_budget
+            budgets = dict.fromkeys(
+                ("old", "update_actor"), int(given) if given != "auto" else train_engine.MEMORY_BUDGET
+            )
+            peaks = {"old": found["peak_old"], "update_actor": found["peak_update_actor"]}
+            config.worker.rollout.name = "vllm"  # with its own weights, as far as offloading goes
+            plan = _plan(config, budgets["old"], lengths)
+            if found["in_rollout"] > 1:  # offloaded, next to nothing stays
+                yield Row(path.name, key, "gen", found["in_rollout"], _peak(plan, "gen"))
+        else:
+            budgets = {"old": int(found["logprobs_budget"]), "update_actor": int(found["update_budget"])}
+            peaks = {phase: found[f"perf/peak_memory_gb/{phase}"] for phase in budgets}
+        for phase, measured in peaks.items():
+            config.algorithm.old_logprobs = "recompute"
+            plan = _plan(config, budgets[phase], lengths, answer=options.tokens)
+            yield Row(path.name, key, phase, measured, _peak(plan, phase))
+            if f"seconds/{phase}" in found:
+                yield Row(path.name, key, phase, found[f"seconds/{phase}"], plan.seconds.phases[phase], "s")
+
+
+def _smoke(path: Path, root: Path) -> Iterator[Row]:
+    """Runs of `foveal train`. Those that have no peak of each phase were before layers were compiled, and their budgets
+    were EasyR1's."""
+    result = json.loads(path.read_text())
+    options = _options(result["command"], prompts=16, response=128, layers=None)
+    folder = _model(root, "3B", vision_layers=options.layers)
+    rest = [word for word in result["command"].split() if "=" in word and not word.startswith("-")]
+    options.overrides = rest
+    config = load_config(cuda_smoke.settings(root, folder, root / "rows.jsonl", options))
+    config.worker.rollout.name = "transformers"
+    tokens = [round(entry["prompt_length"]["mean"]) for entry in result["log"]]
+    last = result["log"][-1]["perf"]
+    if "peak_memory_gb" not in last:
+        config.worker.actor.use_torch_compile = False
+        config.worker.actor.token_budget = "easyr1"
+    plan = _plan(config, None, {"prompt": tokens[-1], "visual": VISUAL["3B"]}, answer=options.response)
+    peak = max(phase.of_torch for phase in plan.memory.phases if phase.name != "gen") / GIB
+    yield Row(path.name, "two steps", "the run", last["max_memory_allocated_gb"], peak)
+
+
+def _rollout(path: Path, root: Path) -> Iterator[Row]:
+    result = json.loads(path.read_text())
+    size = path.stem.removeprefix("vllm_rollout_")
+    given = result["settings"]
+    config = load_config(
+        [
+            f"worker.actor.model.model_path={_model(root, size)}",
+            "data.max_prompt_length=1024",
+            "data.max_response_length=512",
+            "data.rollout_batch_size=256",
+            "worker.actor.global_batch_size=256",
+            "worker.rollout.name=vllm",
+            "worker.rollout.n=5",
+            "trainer.n_gpus_per_node=1",
+            f"worker.rollout.gpu_memory_utilization={given['gpu_memory_utilization']}",
+            f"worker.rollout.max_num_batched_tokens={given['max_num_batched_tokens']}",
+        ]
+    )
+    plan = _plan(config, None, {"prompt": 560, "visual": VISUAL[size]}, answer=512)
+    assert plan.memory.engine is not None
+    yield Row(path.name, "awake", "engine", result["engine_gib"], (plan.memory.engine.share + ASLEEP) / GIB)
+    seconds = result.get("rollout_2", result["rollout_1"])["generate_seconds"]
+    yield Row(path.name, "256 prompts × 5", "gen", seconds, plan.seconds.phases["gen"], "s")
+
+
+def _plan(config: Config, budget: int | None, lengths: dict[str, int], answer: int | None = None) -> Plan:
+    if budget is not None:
+        config = config.model_copy(deep=True)
+        config.worker.actor.token_budget = budget
+    return make_plan(config, find_gpu("h200-141"), Lengths.of(config, True, answer=answer, **lengths), cures=False)
+
+
+def _peak(plan: Plan, phase: str) -> float:
+    return next(found.of_torch for found in plan.memory.phases if found.name == phase) / GIB
+
+
+@lru_cache
+def _model(root: Path, size: str, layers: int | None = None, vision_layers: int | None = None) -> Path:
+    """A folder of a published size; `layers` as of `train_engine.py --moe`, `vision_layers` as of `build_model`."""
+    from transformers import AutoConfig
+
+    folder = build_model(root / f"{size}-{layers}-{vision_layers}" / "model", size, layers=vision_layers, weights=False)
+    if layers is not None:
+        config = AutoConfig.from_pretrained(folder)
+        config.text_config.num_hidden_layers = layers
+        config.save_pretrained(folder)
+    return folder
+
+
+def _options(command: str, **defaults: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, default in defaults.items():
+        kind = int if isinstance(default, int) or default is None else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+    parser.add_argument("--set", nargs="+", action="extend", default=[])
+    parser.add_argument("--pixels", type=int, nargs=2)
+    known, _ = parser.parse_known_args(command.split()[1:])
+    return known
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "# `foveal plan` and what was measured",
+        "",
+        "One H200. Written by [plan_vs_measured.py](../plan_vs_measured.py) from the figures beside it. Peaks are "
+        "those of `torch.cuda.max_memory_allocated`, vLLM's what the device had in use. The rates behind the times "
+        "come from these very figures; of the memory, what vLLM keeps asleep does.",
+        "",
+    ]
+    for unit, title in (("GiB", "## Memory (GiB)"), ("s", "## Time (seconds)")):
+        found = [row for row in rows if row.unit == unit]
+        worst = max(abs(row.off) for row in found)
+        lines += [
+            title,
+            "",
+            "| figures | configuration | phase | measured | planned | off |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| [{row.file}]({row.file}) | {row.name} | {row.what} | {row.measured:.1f} | {row.planned:.1f} "
+            f"| {row.off:+.1%} |"
+            for row in found
+        ]
+        lines += ["", f"{len(found)} comparisons, at most {worst:.1%} off.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    rows = comparisons()
+    text = table(rows)
+    (RESULTS / "plan_vs_measured.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

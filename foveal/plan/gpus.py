@@ -1,0 +1,82 @@
+"""The GPUs that a run may be planned for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from foveal.errors import ConfigError
+from foveal.models.flops import peak_of
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: as given to `--gpu`.
+        gib: of its memory, as torch reports it: less than its name says.
+        bandwidth: of its memory, bytes per second, from the vendor's data sheet.
+        link: bytes per second that a GPU gets from the others of its machine: about four fifths of NVLink's or PCI
+            Express's rate in one direction.
+    """
+
+    name: str
+    gib: float
+    bandwidth: float
+    link: float
+
+    @property
+    def bytes(self) -> int:
+        return int(self.gib * 2**30)
+
+    @property
+    def peak(self) -> float:
+        """Dense bf16 matrix products, FLOP per second."""
+        peak = peak_of(self.name.upper())
+        assert peak is not None
+        return peak
+
+
+GPUS = [
+    Gpu("4090-24", 23.5, 1.01e12, 20e9),
+    Gpu("a100-40", 39.4, 1.56e12, 240e9),
+    Gpu("l40-48", 44.4, 0.86e12, 20e9),
+    Gpu("a100-80", 79.1, 2.04e12, 240e9),
+    Gpu("h100-80", 79.1, 3.35e12, 360e9),
+    Gpu("h200-141", 139.8, 4.8e12, 360e9),
+]
+BY_SIZE = {"24": "4090-24", "40": "a100-40", "48": "l40-48", "80": "h100-80", "141": "h200-141"}
+"""What a number of gigabytes alone stands for; these are also those of the table."""
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of a name as `h100-80`, or of a number of gigabytes.
+
+    Raises:
+        ConfigError: it isn't known; lists those that are.
+    """
+    name = text.strip().lower().removesuffix("gb")
+    for gpu in GPUS:
+        if gpu.name == BY_SIZE.get(name, name):
+            return gpu
+    raise ConfigError(
+        f"--gpu: {text!r} given; allowed: {', '.join(gpu.name for gpu in GPUS)}, or a number of gigabytes: "
+        f"{', '.join(BY_SIZE)}."
+    )
+
+
+def gpu_here() -> Gpu | None:
+    """The GPU of this machine, with its own memory; None without one, or where its kind isn't known."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    gib = properties.total_memory / 2**30
+    words = re.findall(r"[A-Z]*\d+", properties.name)
+    alike = [gpu for gpu in GPUS if gpu.name.split("-")[0].upper() in words]
+    if not alike:
+        return None
+    like = min(alike, key=lambda gpu: abs(gpu.gib - gib))
+    return Gpu(like.name, gib, like.bandwidth, like.link)
