@@ -111,7 +111,7 @@ def _smoke(path: Path, root: Path) -> Iterator[Row]:
     """Runs of `foveal train`. Those that have no peak of each phase were before layers were compiled, and their budgets
     were EasyR1's."""
     result = json.loads(path.read_text())
-    options = _options(result["command"], prompts=16, response=128, layers=None)
+    options = _options(result["command"], prompts=16, response=128, layers=None, steps=2)
     folder = _model(root, "3B", vision_layers=options.layers)
     rest = [word for word in result["command"].split() if "=" in word and not word.startswith("-")]
     options.overrides = rest
