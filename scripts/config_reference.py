@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes docs/configuration.md, the reference of every configuration key, from the schema.
 
-    python scripts/config_reference.py            # write the page
-    python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
+python scripts/config_reference.py            # write the page
+python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ A run is told everything by one YAML file and by `KEY=VALUE` after it, with dott
 foveal train config=examples/my_vlm.yaml worker.rollout.n=8 data.train_files='[a.jsonl,b.jsonl]'
 ```
 
-Names and defaults are EasyR1's ([what differs](from_easyr1.md)). Every key has a default but the model, the data and the
-reward function. A key that is not in this list is an error, which names the nearest one that is.
+Names and defaults are EasyR1's ([what differs](from_easyr1.md)). Every key has a default but the model, the data and
+the reward function. A key that is not in this list is an error, which names the nearest one that is.
 `foveal train --print-config config=examples/my_vlm.yaml` prints all keys with the values of a run. Keys that change
 nothing in a given run are listed in its first lines ("no effect here").
 """
@@ -45,7 +45,10 @@ nothing in a given run are listed in its first lines ("no effect here").
 def page() -> str:
     """The whole page as Markdown."""
     parts = [_HEAD]
-    parts += [_section(name, section) for name, section in _sections(Config, "")]
+    first: dict[type[BaseModel], str] = {}
+    for name, section in _sections(Config, ""):
+        told = first.setdefault(section, name)
+        parts.append(_section(name, section) if told == name else _repeated(name, section, told))
     return "\n".join(parts)
 
 
@@ -67,6 +70,13 @@ def _section(name: str, section: type[BaseModel]) -> str:
     if name == "worker.reward":
         text += f"\n{_reward_functions()}"
     return text
+
+
+def _repeated(name: str, section: type[BaseModel], told: str) -> str:
+    """A section whose keys stand on the page already, under another name."""
+    keys = ", ".join(f"`{full.rpartition('.')[2]}`" for full in known_keys() if full.rpartition(".")[0] == name)
+    anchor = told.replace(".", "")
+    return f"### `{name}`\n\n{keys}: as in [`{told}`](#{anchor}), with the same defaults.\n"
 
 
 def _row(key: Key) -> str:

@@ -144,9 +144,14 @@ def _last_checkpoint(run: Path) -> Path:
 
 def _report(folders: Folders, warm_seconds: float, train_seconds: float) -> None:
     found = accuracies(folders.run)
+    told = "Nothing was validated"
+    if found:
+        told = (
+            f"Held-out accuracy: {found[min(found)]:.3f} after the warm-up ({warm_seconds:.0f} s), "
+            f"{found[max(found)]:.3f} after {max(found)} GRPO steps ({train_seconds:.0f} s)"
+        )
     note(
-        f"\nHeld-out accuracy: {found[min(found)]:.3f} after the warm-up ({warm_seconds:.0f} s), "
-        f"{found[max(found)]:.3f} after {max(found)} GRPO steps ({train_seconds:.0f} s).\n"
+        f"\n{told}.\n"
         f"  run     {folders.run}  (experiment_log.jsonl, generations.log)\n"
         f"  curve   {folders.run / 'curve.png'}\n"
         f"  model   {folders.merged}  (AutoModelForImageTextToText.from_pretrained)"
