@@ -74,6 +74,13 @@ def _check_command(words: list[str]) -> None:
                 _check_package(package)
         case ["conda", "env", "create", "-f", file] | ["llamafactory-cli", "train", file]:
             assert Path(file).is_file()
+        case ["sbatch", *options, config, arguments]:
+            assert Path(options[-1]).is_file()
+            _check_settings([config, arguments])
+        case ["kubectl", "apply", "-f", file]:
+            assert Path(file).is_file()
+        case ["export", _] | ["ray", "start" | "stop", *_]:
+            pass
         case ["mkdir" | "cd" | "cp" | "." | "curl" | "conda" | "docker" | "mkdocs", *_] | ["vllm", "serve", *_]:
             pass
         case _:
