@@ -45,7 +45,7 @@ def test_a_number_that_was_given_stays(here: int, given: int, gpus: Any) -> None
     assert settled(f"trainer.n_gpus_per_node={given}") == given
 
 
-@pytest.mark.parametrize(("here", "words"), [(1, "1 GPU is here"), (2, "2 GPUs are here")])
+@pytest.mark.parametrize(("here", "words"), [(1, "has 1 GPU:"), (2, "has 2 GPUs:")])
 def test_more_than_are_here_is_refused_with_the_cure(here: int, words: str, gpus: Any) -> None:
     gpus(here)
     with pytest.raises(ConfigError) as caught:
@@ -56,7 +56,7 @@ def test_more_than_are_here_is_refused_with_the_cure(here: int, words: str, gpus
 def test_gpus_that_are_hidden_are_named(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match=r"1 GPU is here \(CUDA_VISIBLE_DEVICES=3\)"):
+    with pytest.raises(ConfigError, match=r"1 GPU \(CUDA_VISIBLE_DEVICES=3\)"):
         settled("trainer.n_gpus_per_node=2")
 
 

@@ -36,7 +36,7 @@ def settle_devices(config: Config) -> None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f" (CUDA_VISIBLE_DEVICES={seen})" if seen is not None else ""
         raise ConfigError(
-            f"trainer.n_gpus_per_node={asked} but {f'{here} GPUs are' if here > 1 else '1 GPU is'} here{hidden}: set "
+            f"trainer.n_gpus_per_node={asked}, but this machine has {here} GPU{'s' * (here > 1)}{hidden}: set "
             f"trainer.n_gpus_per_node={here}, or -1 for all that are there"
         )
 
