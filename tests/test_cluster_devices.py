@@ -45,12 +45,12 @@ def test_a_number_that_was_given_stays(here: int, given: int, gpus: Any) -> None
     assert settled(f"trainer.n_gpus_per_node={given}") == given
 
 
-@pytest.mark.parametrize(("here", "words"), [(1, "has 1 GPU:"), (2, "has 2 GPUs:")])
+@pytest.mark.parametrize(("here", "words"), [(1, "1 GPU"), (2, "2 GPUs")])
 def test_more_than_are_here_is_refused_with_the_cure(here: int, words: str, gpus: Any) -> None:
     gpus(here)
     with pytest.raises(ConfigError) as caught:
         settled("trainer.n_gpus_per_node=8")
-    assert f"trainer.n_gpus_per_node=8 but {words}: set trainer.n_gpus_per_node={here}" in str(caught.value)
+    assert f"trainer.n_gpus_per_node=8, but this machine has {words}: set trainer.n_gpus_per_node={here}" in str(caught.value)
 
 
 def test_gpus_that_are_hidden_are_named(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
