@@ -50,12 +50,14 @@ class Keeper:
 
 def receive(port: int, path: Path) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, 2, is_master=False, wait_for_workers=False)
     channel = WeightChannel(("localhost", port), 1, 2, CPU, SECONDS)
     keeper: Any = Keeper()
     kept = []
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         version = take_weights(channel, keeper)
         kept.append((version, keeper.weights, keeper.adapter))
+        store.set(f"taken {number}", "")  # as the call of an engine's process returns
     torch.save((kept, keeper.versions), path)
 
 
@@ -77,6 +79,7 @@ def test_every_bit_arrives(tmp_path: Path) -> None:
         sender.update_adapter(ADAPTER, CONFIG, 3)
         sender.end()
         assert sender.has_base
+        store.wait(["taken 0"], timedelta(seconds=SECONDS))
         told = store.num_keys()
         sender.begin()
         sender.update_weights(in_buckets(ODD.items(), 16), 4)

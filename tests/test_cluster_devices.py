@@ -50,7 +50,8 @@ def test_more_than_are_here_is_refused_with_the_cure(here: int, words: str, gpus
     gpus(here)
     with pytest.raises(ConfigError) as caught:
         settled("trainer.n_gpus_per_node=8")
-    assert f"trainer.n_gpus_per_node=8, but this machine has {words}: set trainer.n_gpus_per_node={here}" in str(caught.value)
+    told = f"trainer.n_gpus_per_node=8, but this machine has {words}: set trainer.n_gpus_per_node={here}"
+    assert told in str(caught.value)
 
 
 def test_gpus_that_are_hidden_are_named(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
