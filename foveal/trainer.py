@@ -373,7 +373,8 @@ class Trainer:
         metrics["perf/elapsed_s"] = self._elapsed()
         metrics |= self.workers.performance(timings)
         if self.ahead is not None:
-            metrics |= staleness(groups, self.step - 1)
+            warmup = self.config.trainer.critic_warmup if self.has_critic else 0
+            metrics |= staleness(groups, self.step - 1, warmup)
         metrics |= signs(groups)
         console.step_line(self.step, self.total_steps, metrics)
         self.record |= metrics | self.alarms.look(self.step, metrics)

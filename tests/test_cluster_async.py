@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,15 @@ def test_an_engine_apart_gives_the_run_of_one_process(tmp_path: Path) -> None:
     perf = found[0]["perf"]
     assert 0 < perf["idle_s"]["trainer"] < perf["time_per_step"] and perf["idle_s"]["engine"] > 0
     assert perf["tokens_per_s"]["gen"] > 0
+
+
+def test_two_engines_sample_with_the_weights_of_every_update(tmp_path: Path) -> None:
+    with open(Path(tempfile.gettempdir()) / "foveal_vllm_parallel.lock", "w") as lock:
+        # vLLM names the memory that its CPU processes share after their ranks alone: two runs would meet in it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        records = train(tmp_path, "apart", "trainer.n_gpus_per_node=3", "cluster.rollout_devices=2")
+    assert [record["actor"]["grad_norm"] > 0 for record in records] == [True] * STEPS
+    assert max(record["rollout"]["logprob_gap"]["max"] for record in records) < 1e-4
 
 
 def test_a_step_ahead_answers_come_from_the_weights_before_the_update(

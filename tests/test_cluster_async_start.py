@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,30 @@ def test_staleness_counts_updates() -> None:
     groups = [Group(prompt, [_answer(4), _answer(5)]), Group(prompt, [_answer(5), _answer(5)])]
     assert staleness(groups, 5) == {"rollout/staleness": 0.25}
     assert staleness([], 5) == {}
+    assert staleness(groups, 5, first=5) == {"rollout/staleness": 0.0}  # the critic alone has learned until then
+
+
+def test_trainers_without_an_engine_keep_prompts_for_one_step(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from foveal.cluster.delivery import Delivery
+    from foveal.cluster.member import Member
+    from foveal.cluster.transport import pack_groups
+
+    class Scorer:
+        engine = None
+        forgotten = 0
+
+        def forget_step(self) -> None:
+            self.forgotten += 1
+
+        def values(self, groups: list[Group]) -> None: ...
+
+    member: Any = Member(str(tmp_path))
+    member.worker = Scorer()
+    new = Delivery(groups=pack_groups([], logprobs=False))
+    for delivery in (new, Delivery(), new):  # no update in between: the critic warms up
+        member.run("values", delivery, {})
+    assert member.worker.forgotten == 2
 
 
 def _answer(version: int) -> Response:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import pytest
 ray: Any = pytest.importorskip("ray")
 
 from foveal.cluster.crew import Crew  # noqa: E402
+from foveal.cluster.engines import Engines  # noqa: E402
 from foveal.cluster.failures import Whereabouts  # noqa: E402
-from foveal.errors import DataError, FovealError, WorkerError  # noqa: E402
+from foveal.cluster.launch import everyone  # noqa: E402
+from foveal.config import load_config  # noqa: E402
+from foveal.errors import DataError, EngineError, FovealError, WorkerError  # noqa: E402
+from tests.small_run import small_run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +32,7 @@ class Actor:
         self.rank = rank
         self.stopped = -1
 
-    def where(self) -> Whereabouts:
+    def whereabouts(self) -> Whereabouts:
         node = ray.get_runtime_context().get_node_id()
         return Whereabouts(self.rank, "here", node, "", os.getpid(), os.readlink("/proc/self/fd/2"))
 
@@ -57,6 +62,11 @@ class Actor:
             time.sleep(0.01)
             yield value
 
+    def hand_over(self) -> None:
+        if self.rank == 0:
+            time.sleep(60)  # it waits for the other end
+        raise EngineError("no room for the weights")
+
     def stop(self, number: int) -> None:
         self.stopped = number
 
@@ -81,7 +91,7 @@ def crew(cluster: None) -> Iterator[Crew]:
         setattr(Actor, name, ray.method(**options)(getattr(Actor, name)))
     actor_class = ray.remote(concurrency_groups={"control": 1})(Actor)
     actors = [actor_class.options(num_cpus=1).remote(rank) for rank in range(2)]
-    places = ray.get([actor.where.remote() for actor in actors])
+    places = ray.get([actor.whereabouts.remote() for actor in actors])
     made = Crew(actors, places, timeout=5)
     yield made
     made.close(0)
@@ -153,3 +163,18 @@ def test_after_a_mistake_in_a_stream_the_workers_can_be_called(crew: Crew) -> No
     with pytest.raises(DataError):
         list(crew.stream("counting", "count", lambda rank: (4 if rank else 100_000,)))
     assert crew.call("doubling", "double", lambda rank: (1,)) == [2, 2]
+
+
+def test_an_engine_that_fails_while_it_takes_weights_ends_the_workers_that_wait_for_it(
+    crew: Crew, tmp_path: Path
+) -> None:
+    config = load_config(small_run(tmp_path, "qwen2_5_vl"))
+    config.trainer.n_gpus_per_node = 2
+    engines = Engines(config, Crew(crew.actors[1:], crew.places[1:], timeout=5))
+    engines._all = everyone([crew])
+    with pytest.raises(WorkerError, match="no room for the weights"):  # after an EngineError the workers would save
+        engines.hand_over()
+    engines.close(0)
+    started = time.monotonic()
+    crew.close(20)
+    assert time.monotonic() - started < 10

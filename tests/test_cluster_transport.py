@@ -171,3 +171,13 @@ def test_workers_of_one_engine_sample_the_same_prompts() -> None:
     shares = Step(4, engine_size=2).dispatch.share_prompts([prompt(i, []) for i in range(5)])
     assert shares[0] == shares[1] and shares[2] == shares[3]
     assert sorted(p.row_index for p in shares[0] + shares[2]) == [0, 1, 2, 3, 4]
+
+
+def test_each_worker_of_an_engine_trains_on_what_the_engine_answered() -> None:
+    step = Step(4, engine_size=2)
+    groups = [Group(p, [response(5)]) for p in (prompt(i, [rng.bytes(10_000)]) for i in range(8))]
+    for rank, own in enumerate(step.dispatch.share_prompts([g.prompt for g in groups])):
+        step.dispatch.to_sample(rank, own)
+    deliveries = step.dispatch.to_train(groups, set())
+    assert all(delivery.prompts is None for delivery in deliveries)
+    assert [len(delivery.groups.uids) for delivery in deliveries if delivery.groups] == [2, 2, 2, 2]

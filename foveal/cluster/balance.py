@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 from foveal.models.flops import FlopCounter, Work
@@ -13,7 +13,7 @@ SLACK = 1.02
 """How far above an even share a worker's load may be for a group to stay where its prompt is."""
 
 
-def assign(costs: Sequence[float], homes: Sequence[int | None], batch: int, workers: int) -> list[int]:
+def assign(costs: Sequence[float], homes: Sequence[Collection[int]], batch: int, workers: int) -> list[int]:
     """The worker of each group.
 
     Every `batch` consecutive groups make an optimizer step, at whose end all workers wait for each other, so each of
@@ -21,7 +21,7 @@ def assign(costs: Sequence[float], homes: Sequence[int | None], batch: int, work
     its prompt is as long as that keeps the worker within its share, because pictures are large.
 
     Args:
-        costs: of each group. homes: the worker that has its prompt already; None for none.
+        costs: of each group. homes: the workers that have its prompt already, as all those of one engine do.
     """
     owners = [0] * len(costs)
     for start in range(0, len(costs), batch):
@@ -29,9 +29,8 @@ def assign(costs: Sequence[float], homes: Sequence[int | None], batch: int, work
         share = SLACK * sum(costs[i] for i in step) / workers
         loads = [0.0] * workers
         for i in sorted(step, key=lambda i: (-costs[i], i)):
-            home = homes[i]
-            at_home = home is not None and loads[home] + costs[i] <= share
-            owner = home if at_home and home is not None else min(range(workers), key=lambda w: (loads[w], w))
+            at_home = [home for home in homes[i] if loads[home] + costs[i] <= share]
+            owner = min(at_home or range(workers), key=lambda w: (loads[w], w))
             owners[i] = owner
             loads[owner] += costs[i]
     return owners

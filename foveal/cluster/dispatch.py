@@ -117,16 +117,20 @@ class Dispatch:
         if self._batch is not None and [id(g) for g in self._batch.groups] == [id(g) for g in groups]:
             return self._batch, False
         costs = [self._cost(group) for group in groups]
-        owners = assign(costs, [self._home(group.prompt) for group in groups], self._batch_size, self.teams)
+        owners = assign(costs, self._homes(groups), self._batch_size, self.teams)
         batch = self._batch = _Batch(list(groups), owners, [], [])
         for team in range(self.teams):
             batch.responses.append([response for group in batch.of_team(team) for response in group.responses])
             batch.known.append([set() for _ in batch.responses[team]])
         return batch, True
 
-    def _home(self, prompt: Prompt) -> int | None:
-        """A team with a worker that has the prompt."""
-        return next((rank // self.team_size for rank in range(self.world) if self._has(rank, prompt)), None)
+    def _homes(self, groups: Sequence[Group]) -> list[set[int]]:
+        """Of each group the teams with a worker that has its prompt."""
+        teams: dict[int, set[int]] = {}
+        for rank, held in enumerate(self._held):
+            for prompt in held.values():
+                teams.setdefault(id(prompt()), set()).add(rank // self.team_size)
+        return [teams.get(id(group.prompt), set()) for group in groups]
 
     def _has(self, rank: int, prompt: Prompt) -> bool:
         held = self._held[rank].get(prompt.uid)

@@ -72,7 +72,10 @@ class Engines:
             with self.clock.busy():
                 with weights_are_safe():
                     self.crew.call(stage, "whereabouts")
-                self._all.call(stage, "hand_over")
+                try:
+                    self._all.call(stage, "hand_over")
+                except EngineError as error:  # the trainers wait for that engine, and would not begin to save
+                    raise WorkerError(str(error)) from error
             self.are_stale = False
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:

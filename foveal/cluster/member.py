@@ -100,6 +100,8 @@ class Member(Actor):
 
     def run(self, stage: str, delivery: Delivery, arguments: dict[str, Any]) -> tuple[Metrics, dict[str, PackedColumn]]:
         """A pass of the worker over its groups; returns what it returns, and the columns that it has filled."""
+        if delivery.groups is not None and self.worker.engine is None:  # another step, also if the last had no update
+            self.worker.forget_step()
         self._inbox.take(delivery)
         metrics: Metrics = getattr(self.worker, stage)(self._inbox.groups, **arguments) or {}
         return metrics, self._inbox.new_columns()

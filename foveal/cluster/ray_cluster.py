@@ -17,7 +17,7 @@ from foveal.train.staging import available_memory
 
 _STORE_BYTES = 8 << 30
 """Most that the object store of a cluster of our own may take; what travels in a step is far less."""
-_PASSED_ON = ("HF_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TOKENIZERS_", "TRITON_", "PYTORCH_", "CUDA_LAUNCH", "WANDB_")
+_PASSED_ON = ("HF_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TOKENIZERS_", "TRITON_", "PYTORCH_", "CUDA_LAUNCH")
 """Beginnings of the environment variables that workers get from the trainer's process."""
 _PATIENCE = 120
 """Seconds for resources that the cluster has to become free."""
@@ -146,20 +146,18 @@ def _check_size(config: Config, patience: float) -> None:
     trainer, device = config.trainer, _kind()
     end = time.monotonic() + patience
     while True:
-        found = {
-            node["NodeManagerHostname"] + f" ({node['NodeManagerAddress']}, {node['NodeID'][:6]})": int(
-                node["Resources"].get(device, 0)
-            )
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        large = [name for name, count in found.items() if count >= trainer.n_gpus_per_node]
-        if len(large) >= trainer.nnodes:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        found = [[int(node["Resources"].get(kind, 0)) for kind in (device, "CPU")] for node in nodes]
+        if sum(min(counts) >= trainer.n_gpus_per_node for counts in found) >= trainer.nnodes:
             return
         if time.monotonic() > end:
             break
         time.sleep(0.5)
-    listed = ", ".join(f"{name}: {count}" for name, count in found.items())
+    listed = ", ".join(
+        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]}): {count}"
+        + (f" with only {cpus} CPUs, and each worker takes one" if cpus < count else "")
+        for node, (count, cpus) in zip(nodes, found, strict=True)
+    )
     waited = f" after {patience:g} s of waiting" if patience > _JOINING else ""
     raise ConfigError(
         f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node} given, but "

@@ -62,7 +62,7 @@ class RayWorkers:
                 self._engines = Engines(config, gather(config, self._cluster, EngineMember, own, stoppable=stoppable))
             counter = self._start(options)
         except BaseException:
-            self.close()
+            self._end(0)  # whoever is still busy with starting would not hear
             raise
         self._ahead = options["train"] and config.trainer.async_rollout
         self._clock = BusyClock()
@@ -210,12 +210,15 @@ class RayWorkers:
 
     def close(self) -> None:
         """Ends the engines, the processes, and what was started of Ray."""
+        self._end(_CLOSING)
+
+    def _end(self, patience: float) -> None:
         engines, self._engines = self._engines, None
         if engines is not None:
-            engines.close(_CLOSING)
+            engines.close(patience)
         crew, self._crew = self._crew, None
         if crew is not None:
-            crew.close(_CLOSING)
+            crew.close(patience)
         self._cluster.close()
 
     def _weights_changed(self) -> None:

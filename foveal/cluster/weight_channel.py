@@ -43,7 +43,9 @@ class WeightChannel:
         meeting = dist.PrefixStore("weights/group", store)
         self._group: Any  # whose stubs lack their methods
         if device.type == "cuda":
-            self._group = dist.ProcessGroupNCCL(meeting, rank, size, dist.ProcessGroupNCCL.Options())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait  # NCCL looks at no other
+            self._group = dist.ProcessGroupNCCL(meeting, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(meeting, rank, size, wait)
         self._options = dist.BroadcastOptions()

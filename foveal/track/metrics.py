@@ -48,13 +48,14 @@ def rollout_metrics(groups: list[Group], max_prompt_length: int) -> Metrics:
     return metrics
 
 
-def staleness(groups: list[Group], version: int) -> Metrics:
+def staleness(groups: list[Group], version: int, first: int = 0) -> Metrics:
     """`rollout/staleness`: how many updates older than `version` the weights are that wrote the answers, in the mean.
 
     Args:
         version: of the weights that the update begins with.
+        first: version up to which no update was made, as while the critic warms up.
     """
-    ages = [version - written for r in _trained(groups) for _, written in r.weight_spans]
+    ages = [max(version, first) - max(written, first) for r in _trained(groups) for _, written in r.weight_spans]
     return {"rollout/staleness": float(np.mean(ages))} if ages else {}
 
 

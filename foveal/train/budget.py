@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -81,7 +81,7 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
             reason = f" on a {device.type.upper()}"
         else:
             update, experience, reason = _largest(config, keys, model.scorer, free)
-        update, experience = _agreed(update, device), _agreed(experience, device)
+        update, experience = (-int(most) for most in _most([-update, -experience], device))
         model.packer.budget, model.experience_packer.budget = update, experience
         console.note(
             f"{role}: passes of up to {update:,} tokens with gradient and {experience:,} without "
@@ -105,14 +105,18 @@ def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
     gradients = _gradient_bytes(_weights(model.optimizer), device)  # let go of by now
     free = _unallocated(device) - gradients
     taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - gradients
-    if packer.largest and _memory_given_back(device) - given_back > _FEW:  # it fits, but is moved about all the time
+    # of all processes: one that only kept the others company has had passes of a single token
+    retries = _memory_given_back(device) - given_back
+    largest, most_taken, lacking, most_retries = _most([packer.largest, taken, -free, retries], device)
+    packer.largest = int(largest)
+    if packer.largest and most_retries > _FEW:  # it fits, but is moved about all the time
         packer.ceiling = min(packer.ceiling, int(0.85 * packer.largest))
-    learned = _agreed(learned_budget(packer, taken, free), device)
+    learned = learned_budget(packer, most_taken, -lacking)
     if learned != packer.budget:
         packer.budget = learned
         console.note(
             f"{role}: passes of up to {learned:,} tokens with gradient from now on, as they took "
-            f"{taken / packer.largest / 2**20:.2f} MiB a token (worker.actor.token_budget=auto)"
+            f"{most_taken / packer.largest / 2**20:.2f} MiB a token (worker.actor.token_budget=auto)"
         )
 
 
@@ -136,13 +140,13 @@ def learned_budget(packer: Packer, taken: float, free: float) -> int:
     return packer.budget if abs(wanted - packer.budget) < 0.1 * packer.budget else wanted
 
 
-def _agreed(tokens: int, device: torch.device) -> int:
-    """The least of all processes: those that share sequences must cut them alike."""
-    if not several_processes():
-        return tokens
-    least = torch.tensor(tokens, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
+def _most(values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each in all processes, which so come to one budget: those that share sequences must cut alike."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    if several_processes():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    found: list[float] = most.tolist()
+    return found
 
 
 def _largest(config: Config, keys: TrainedConfig, scorer: Any, free: int) -> tuple[int, int, str]:
