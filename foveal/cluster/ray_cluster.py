@@ -110,8 +110,11 @@ def connect(devices: int) -> bool:
     """Joins or starts the cluster; whether it is our own.
 
     Raises:
-        ConfigError: the cluster that RAY_ADDRESS names cannot be joined.
+        ConfigError: the cluster that RAY_ADDRESS names cannot be joined, or Ray wouldn't give workers a GPU each.
     """
+    for name in os.environ:
+        if name.startswith("RAY_EXPERIMENTAL_NOSET_") and os.environ[name] not in ("", "0"):
+            raise ConfigError(f"{name} is set: every worker would see all GPUs and take the first one; unset it.")
     quiet = _quiet()
     store = min(_STORE_BYTES, int(0.3 * (available_memory() or _STORE_BYTES)))
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what drives a GPU would wait for whatever runs

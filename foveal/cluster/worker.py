@@ -181,7 +181,7 @@ class Worker:
             forbidden_ids=self.processing.forbidden_ids,
             temperature=self.config.worker.rollout.temperature,
             autocast=autocast_dtype(model, self.config.worker.actor.fsdp, self.device) if alone else None,
-            store=FeatureStore(),
+            store=FeatureStore(processes=max(self.config.trainer.n_gpus_per_node, 1)),
             offload=self.config.worker.actor.model.activation_offload,
             ulysses=None if sharing is None else Ulysses(sharing, model),
         )

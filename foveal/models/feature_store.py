@@ -20,11 +20,14 @@ class FeatureStore:
     """Tensors by the content of a picture; on the device while there is room, then in pinned host memory.
 
     Whoever changes the weights that the features come from must clear it.
+
+    Args:
+        processes: that share the host's memory.
     """
 
-    def __init__(self, device_bytes: int = DEVICE_BYTES, host_bytes: int = HOST_BYTES) -> None:
+    def __init__(self, device_bytes: int = DEVICE_BYTES, host_bytes: int = HOST_BYTES, processes: int = 1) -> None:
         self.device_bytes = device_bytes
-        self.host_bytes = host_bytes
+        self.host_bytes = host_bytes // processes
         self.clear()
 
     def get(self, key: Hashable | None, device: torch.device) -> tuple[torch.Tensor, ...] | None:

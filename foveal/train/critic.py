@@ -223,7 +223,7 @@ def load_critic(config: Config, processing: Processing, device: torch.device, pl
     scorer = ValueScorer(
         model,
         autocast=None if several else autocast_dtype(model, critic.fsdp, device),
-        store=FeatureStore(),
+        store=FeatureStore(processes=max(config.trainer.n_gpus_per_node, 1)),
         offload=critic.model.activation_offload,
         ulysses=None if sharing is None else Ulysses(sharing, model, "worker.critic.ulysses_size"),
     ).eval()
