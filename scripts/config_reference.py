@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes docs/configuration.md, the reference of every configuration key, from the schema.
 
-    python scripts/config_reference.py            # write the page
-    python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
+python scripts/config_reference.py            # write the page
+python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ A run is told everything by one YAML file and by `KEY=VALUE` after it, with dott
 foveal train config=examples/my_vlm.yaml worker.rollout.n=8 data.train_files='[a.jsonl,b.jsonl]'
 ```
 
-Names and defaults are EasyR1's ([what differs](from_easyr1.md)). Every key has a default but the model, the data and the
-reward function. A key that is not in this list is an error, which names the nearest one that is.
+Names and defaults are EasyR1's ([what differs](from_easyr1.md)). Every key has a default but the model, the data and
+the reward function. A key that is not in this list is an error, which names the nearest one that is.
 `foveal train --print-config config=examples/my_vlm.yaml` prints all keys with the values of a run. Keys that change
 nothing in a given run are listed in its first lines ("no effect here").
 """
