@@ -19,7 +19,7 @@ RUN apt-get update \
 COPY . /opt/foveal
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/venv \
-    && PYTHON=/opt/venv/bin/python /opt/foveal/scripts/install.sh vllm,track,video,lowmem
+    && PYTHON=/opt/venv/bin/python /opt/foveal/scripts/install.sh vllm,ray,track,view,video,lowmem
 
 FROM base
 COPY --from=build /opt/venv /opt/venv

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +161,8 @@ def test_a_module_that_cannot_be_used_says_why(
 def test_async_answers_are_scored_together_up_to_the_bound(tmp_path: Path) -> None:
     group = make_group(2, *["a"] * 12)
     with make_runner(tmp_path, ASYNC, concurrency=4) as runner:
-        begin = time.monotonic()
         runner.submit(group)
         runner.finish()
-        assert time.monotonic() - begin < 12 * 0.05
     assert overall(group) == [2.0] * 12
     assert max(response.rewards["most"] for response in group.responses) == 4.0
 

@@ -113,7 +113,7 @@ def test_tensorboard_writes_where_its_variable_says(folder: Path, monkeypatch: p
     assert events(folder / "elsewhere" / "proj" / "exp")["reward/overall"] == [(1, 1.0)]
 
 
-@pytest.mark.parametrize("store", ["files", "server"])
+@pytest.mark.parametrize("store", ["files", pytest.param("server", marks=pytest.mark.slow)])
 def test_mlflow_keeps_odd_names_apart_and_goes_on_with_its_run(
     store: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

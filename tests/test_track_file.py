@@ -71,6 +71,13 @@ def test_reading_joins_the_lines_of_a_step(tmp_path: Path) -> None:
     assert read_log(log) == {1: {"actor/lr": 0.1, "val/reward_score": 0.5}}
 
 
+@pytest.mark.parametrize("line", ['{"step": 1e999}', "[" * 100_000, '{"step": null}', "[]", "{"])
+def test_reading_passes_over_a_line_that_is_none(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{line}\n{{"step": 2, "a": 1}}\n')
+    assert read_log(path) == {2: {"a": 1}}
+
+
 def test_reading_drops_steps_that_were_trained_again(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     rows = [{"step": step, "actor": {"lr": lr}} for step, lr in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)]]

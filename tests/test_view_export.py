@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from foveal.cli import main
 from foveal.errors import ConfigError
@@ -54,6 +55,13 @@ def test_its_policy_allows_its_own_scripts_alone(tmp_path: Path) -> None:
     assert "unsafe" not in policy
     for script in re.findall(r"<script>(.*?)</script>", html, re.S):
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+def test_a_picture_of_a_format_that_no_run_keeps_is_not_opened(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    for picture in (run / "samples" / "images").iterdir():
+        Image.new("RGB", (8, 8)).save(picture, "TIFF")
+    assert "data:image/jpeg" not in exported(run)
 
 
 def test_text_from_a_run_ends_no_element(tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ class Plan:
     seconds: Seconds
     cures: list[Cure]
 
+    @property
+    def one_wave(self) -> int | None:
+        """Prompts a step whose answers are all sampled side by side; None where the trainer's module samples."""
+        engine, n = self.memory.engine, self.config.worker.rollout.n
+        if engine is None:
+            return None
+        engines = max(self.config.trainer.devices // engine.tensor_parallel, 1)
+        return engines * int(engine.cache_tokens / (self.lengths.prompt + n * self.lengths.mean_answer))
+
 
 def plan_command(args: list[str]) -> int:
     """Prints the plan.
@@ -108,15 +117,6 @@ def make_plan(config: Config, gpu: Gpu, lengths: Lengths, *, model: str = "", cu
     return Plan(model, gpu, config, lengths, memory, plan_seconds(config, gpu, lengths, memory), found)
 
 
-def one_wave(plan: Plan) -> int | None:
-    """Prompts a step whose answers are all sampled side by side; None where the trainer's module samples."""
-    engine, n = plan.memory.engine, plan.config.worker.rollout.n
-    if engine is None:
-        return None
-    engines = max(plan.config.trainer.devices // engine.tensor_parallel, 1)
-    return engines * int(engine.cache_tokens / (plan.lengths.prompt + n * plan.lengths.mean_answer))
-
-
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values; memory in GiB, times in seconds."""
     gib, memory, seconds = 2**30, plan.memory, plan.seconds
@@ -142,7 +142,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "budgets": {role: {"update": tokens[0], "experience": tokens[1]} for role, tokens in memory.budgets.items()},
         "largest_token_budget": memory.largest_budget,
         "cache_tokens": memory.engine.cache_tokens if memory.engine else None,
-        "rollout_batch_size_in_one_wave": one_wave(plan),
+        "rollout_batch_size_in_one_wave": plan.one_wave,
         "seconds": {name: round(value, 2) for name, value in seconds.phases.items()}
         | {"step": round(seconds.step, 2), "save_checkpoint": round(seconds.save, 2)},
         "steps": seconds.steps,

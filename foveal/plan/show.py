@@ -52,8 +52,6 @@ def show(plan: Plan) -> str:
 
 def _how_it_runs(plan: Plan) -> list[str]:
     """Passes, batches, host memory and times."""
-    from foveal.plan.command import one_wave
-
     memory = plan.memory
     update, experience = memory.budgets["actor"]
     lines = [
@@ -63,7 +61,7 @@ def _how_it_runs(plan: Plan) -> list[str]:
     if memory.engine:
         lines.append(
             f"vLLM: keys of {memory.engine.cache_tokens:,} tokens, {memory.engine.sequences:,} answers side by side; "
-            f"data.rollout_batch_size={one_wave(plan):,} would be sampled in one wave"
+            f"data.rollout_batch_size={plan.one_wave:,} would be sampled in one wave"
         )
     if memory.host:
         parts = ", ".join(f"{name} {size / _GIB:.0f} GiB" for name, size in memory.host.items())

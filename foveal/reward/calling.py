@@ -56,11 +56,11 @@ class Caller:
         try:
             async with asyncio.timeout(answer.limit) as clock:
                 result = await self._loaded.function(answer.input)
+            return to_outcome(result)
         except BaseException as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 return Failure("timeout", f"ran longer than {answer.limit:g} s")
             return self._raised(error, 1)
-        return to_outcome(result)
 
     async def _await(self, given: Any) -> Any:
         return await self._loaded.function(given)

@@ -47,7 +47,8 @@ class Flow:
                 waiting = waiting + more(self._room - len(going) - len(waiting))
                 if not waiting and not going:
                     return
-                process = self._process()
+                if not going:  # another one would know nothing of what this one works on
+                    process = self._process()
                 new = dict(zip(self._numbers, waiting[: self._room - len(going)], strict=False))
                 waiting = waiting[len(new) :]
                 going |= new

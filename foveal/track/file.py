@@ -155,7 +155,7 @@ class RunLog:
         try:
             metrics = flatten(json.loads(line.decode("utf-8", errors="replace")))
             step = int(metrics.pop("step"))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, OverflowError, RecursionError):
             return
         if any(name.startswith("actor/") for name in metrics):
             if step <= self._trained:

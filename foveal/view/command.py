@@ -53,7 +53,8 @@ def view_command(args: list[str]) -> int:
 
     listening = _listen(options.host, options.port)
     port = listening.getsockname()[1]
-    shown = f"[{options.host}]" if ":" in options.host else options.host
+    shown = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+    shown = f"[{shown}]" if ":" in shown else shown
     if options.host not in LOOPBACK:
         warn(f"--host {options.host}: whoever reaches this machine can read these runs; there is no password.")
     for run in runs:

@@ -95,7 +95,8 @@ def _small(path: Path) -> str | None:
     if path.is_symlink():
         return None
     try:
-        with Image.open(path) as image:
+        # of all that Pillow opens only what runs keep: for some formats it starts other programs
+        with Image.open(path, formats=["PNG", "JPEG", "GIF", "BMP", "WEBP"]) as image:
             image.thumbnail((PIXELS, PIXELS))
             buffer = io.BytesIO()
             image.convert("RGB").save(buffer, "JPEG", quality=80)

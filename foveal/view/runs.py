@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -143,7 +144,8 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (LOG_FILE, CONFIG_FILE, ANSWERS))
+    # Path.exists would raise for a folder of somebody else's
+    return any(os.path.exists(folder / name) for name in (LOG_FILE, CONFIG_FILE, ANSWERS))
 
 
 def _names(folders: list[Path]) -> list[str]:
