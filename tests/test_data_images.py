@@ -211,3 +211,9 @@ def test_large_pictures_of_every_mode_look_as_small_ones_do(monkeypatch: pytest.
 def test_a_rule_that_would_change_its_own_result_shrinks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "SHRINK_ABOVE", 100)
     assert decode_image(encoded(noise(30, 40)), "x", lambda size: None).size == (40, 30)
+
+
+def test_postscript_is_no_picture() -> None:
+    """For it Pillow starts Ghostscript, on whatever stands in the file."""
+    with pytest.raises(PictureError, match="not a picture in a known format"):
+        decode_image(encoded(noise(8, 8), "EPS"), "x")

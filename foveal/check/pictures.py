@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from foveal.check.kinds import Faults
-from foveal.data.images import ONE_AT_A_TIME_ABOVE, Size, picture_size
+from foveal.data.images import FORMATS, ONE_AT_A_TIME_ABOVE, Size, picture_size
 from foveal.data.processing import Processing
 from foveal.data.prompts import Draft
 from foveal.data.video import Stills
@@ -70,7 +70,7 @@ class PictureCheck:
 def _oddities(source: bytes | Path) -> list[str]:
     """Kinds of what is done to a picture and its author may not expect."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             found = ["animated"] if getattr(image, "is_animated", False) else []
             return [*found, "printing colours"] if image.mode == "CMYK" else found
     except Exception:  # damaged behind its header: decoding says so

@@ -50,6 +50,10 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 TURNED = {5, 6, 7, 8}
+Image.init()
+_WANTED = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA")
+FORMATS = [name for name in _WANTED if name in Image.OPEN]
+"""What is opened of what Pillow knows: for some of the rest it starts other programs, as Ghostscript for PostScript."""
 ANIMATED = {"GIF", "PNG", "WEBP", "AVIF", "TIFF"}
 """Formats in which further pictures are the rest of a sequence. (A JPEG's are another view, or a depth map.)"""
 
@@ -236,11 +240,11 @@ def _decode(data: bytes, name: str, target: Callable[[Size], Size | None] | None
 
 def _open(place: bytes | Path, name: str) -> ImageFile.ImageFile:
     try:
-        image = Image.open(io.BytesIO(place) if isinstance(place, bytes) else place)
+        image = Image.open(io.BytesIO(place) if isinstance(place, bytes) else place, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise PictureError(f"{name}: more than {MAX_PIXELS:,} pixels: {error}") from error
     except Image.UnidentifiedImageError as error:
-        raise PictureError(f"{name}: not a picture in a known format") from error
+        raise PictureError(f"{name}: not a picture in a known format ({', '.join(FORMATS)})") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
         raise PictureError(f"{name}: {image.width}x{image.height} is more than the limit of {MAX_PIXELS:,} pixels")
