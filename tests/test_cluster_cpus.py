@@ -21,6 +21,7 @@ from foveal.errors import RewardError
 from foveal.quickstart.tiny import build_tiny
 from foveal.reward.loading import parse_spec
 from foveal.reward.places import dealt
+from foveal.reward.runner import RewardRunner
 from foveal.track import console
 from foveal.types import Group, Media
 from tests.data_support import builder_of, encoded, noise, picture_rows, write_lines
@@ -82,15 +83,28 @@ def there(groups: list[Group]) -> int:
     return sum(response.rewards.get("there", 0.0) == 1.0 for group in groups for response in group.responses)
 
 
+def until_there(runner: RewardRunner, media: list[Media] | None = None) -> list[Group]:
+    """Scores until some of it is done over there, where a process must start first; returns the last groups."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for group in (groups := answers(*["a"] * 10)):
+            group.prompt.media = media or []
+            runner.submit(group)
+        runner.finish(groups)
+        if there(groups):
+            return groups
+    raise AssertionError("nothing was scored over there")
+
+
 @pytest.mark.usefixtures("nodes")
 def test_a_sequential_function_runs_on_both_nodes_and_gives_the_same(tmp_path: Path) -> None:
     wanted = [[2.0, 3.0, 4.0, 5.0]] * 30
     with make_runner(tmp_path, SCORED, num_cpus=3) as runner:
-        for _ in range(2):
-            for group in (groups := answers(*["a"] * 30)):
-                runner.submit(group)
-            metrics = runner.finish(groups)
-            assert [overall(group) for group in groups] == wanted
+        until_there(runner)
+        for group in (groups := answers(*["a"] * 30)):
+            runner.submit(group)
+        metrics = runner.finish(groups)
+        assert [overall(group) for group in groups] == wanted
         assert 0 < there(groups) < 120
         assert metrics["reward/restarts"] == 0.0
 
@@ -106,14 +120,8 @@ def test_pictures_follow_when_they_are_looked_at(tmp_path: Path) -> None:
         return {"overall": sizes[1] - sizes[0], "there": os.environ.get("FOVEAL_TEST_RUN") != str(os.getppid())}
     """
     data = [encoded(noise(8, 8)), encoded(noise(64, 64))]
-    groups = answers(*["a"] * 10)
-    for group in groups:
-        group.prompt.media = [Media("image", one, "picture") for one in data]
     with make_runner(tmp_path, source, num_cpus=2) as runner:
-        for group in groups:
-            runner.submit(group)
-        runner.finish(groups)
-    assert there(groups) > 0
+        groups = until_there(runner, [Media("image", one, "picture") for one in data])
     assert {score for group in groups for score in overall(group)} == {float(len(data[1]) - len(data[0]))}
 
 
@@ -123,6 +131,7 @@ def test_what_hangs_or_dies_over_there_is_ended_and_replaced_there(
 ) -> None:
     keys = {"num_cpus": 2, "time_limit": 1.0, "timeout_score": 9.0, "on_error": "score", "max_error_rate": 1.0}
     with make_runner(tmp_path, SCORED, **keys) as runner:
+        until_there(runner)
         for text, counted in (("hang", "timeouts"), ("exit", "errors")):
             for group in (bad := answers(*[text] * 20)):
                 runner.submit(group)
@@ -133,16 +142,13 @@ def test_what_hangs_or_dies_over_there_is_ended_and_replaced_there(
             assert lost == metrics[f"reward/{counted}"] > 0
             assert metrics["reward/restarts"] > 0
             assert [overall(group) for group in good] == [[2.0, 3.0, 4.0, 5.0]] * 20
-            assert there(good) > 0
+            until_there(runner)  # a fresh process goes on there
     assert "ended its process with exit code 7" in "".join(capfd.readouterr())
 
 
 def test_a_machine_that_leaves_loses_no_answer(nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with make_runner(tmp_path, SCORED.replace("0.02", "0.2"), num_cpus=2) as runner:
-        for group in (groups := answers(*["a"] * 10)):
-            runner.submit(group)
-        runner.finish(groups)
-        assert there(groups) > 0
+        until_there(runner)
         for group in (groups := answers(*["a"] * 10)):
             runner.submit(group)
         nodes.renew()
