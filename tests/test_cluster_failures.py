@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -100,8 +101,17 @@ def test_a_run_survives_a_machine_that_comes_back_and_says_so_of_one_that_does_n
     def leave_in_order(_crew: Any, _victim: Any) -> None:
         cluster.remove_node(nodes[0], allow_graceful=True)
 
-    def vanish(_crew: Any, _victim: Any) -> None:
+    def vanish(_crew: Any, victim: Any) -> None:
+        gone = threading.Event()
+
+        def hold() -> None:  # the kernel wakes a stopped process whose parent ends
+            while not gone.wait(0.005):
+                os.kill(victim.pid, signal.SIGSTOP)
+
+        threading.Thread(target=hold, daemon=True).start()
         cluster.remove_node(nodes[1], allow_graceful=False)
+        time.sleep(0.1)
+        gone.set()
 
     strikes = Strikes(
         monkeypatch,
