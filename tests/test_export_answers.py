@@ -98,7 +98,8 @@ if __name__ == "__main__":
         for text, pictures in asked["prompts"]
     ]
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], allowed_token_ids=asked["allowed"])
-    print("ANSWERS", json.dumps([list(output.outputs[0].token_ids) for output in engine.generate(prompts, sampling, use_tqdm=False)]))
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    print("ANSWERS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 """
 
 
