@@ -22,6 +22,12 @@ MARK = "HF_FOVEAL_TEST"
 """Variable of all processes of a run; workers of a cluster that was joined get those that begin with HF_."""
 
 
+def import_this_checkout(patch: pytest.MonkeyPatch) -> None:
+    """Ray's processes can import `tests`, too."""
+    root = str(Path(__file__).parents[1])
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+
+
 def processes(mark: str) -> dict[int, str]:
     """The processes with this mark, and their command lines."""
     found = {}

@@ -24,6 +24,7 @@ from foveal.reward.places import dealt
 from foveal.reward.runner import RewardRunner
 from foveal.track import console
 from foveal.types import Group, Media
+from tests.cluster_support import import_this_checkout
 from tests.data_support import builder_of, encoded, noise, picture_rows, write_lines
 from tests.reward_support import make_group, make_runner, overall, write
 
@@ -62,9 +63,7 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
-        # The workers of the nodes import this checkout.
-        root = str(Path(__file__).parents[1])
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+        import_this_checkout(patch)
         started = Nodes()
         patch.setenv("RAY_ADDRESS", started.cluster.address)
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -20,6 +20,7 @@ from foveal.cluster.failures import Whereabouts  # noqa: E402
 from foveal.cluster.launch import everyone  # noqa: E402
 from foveal.config import load_config  # noqa: E402
 from foveal.errors import DataError, EngineError, FovealError, WorkerError  # noqa: E402
+from tests.cluster_support import import_this_checkout  # noqa: E402
 from tests.small_run import small_run  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -80,8 +81,7 @@ class Actor:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        root = str(Path(__file__).parents[1])  # from where the processes import this module
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+        import_this_checkout(patch)
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
         yield
         ray.shutdown()

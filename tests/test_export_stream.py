@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +25,7 @@ from foveal.train.hf_folder import write_hf
 from foveal.train.safetensors_stream import write_safetensors
 from tests.model_helpers import load, same_tensors, save_actor, trained
 from tests.named_tensors_support import built, saved, tiny_config
+from tests.sharding_support import in_processes
 
 
 def test_tensors_of_all_kinds_come_back(tmp_path: Path) -> None:
@@ -105,25 +105,19 @@ def test_a_weight_that_is_not_given_is_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def _save_sharded(rank: int, source: str, folder: str, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        model: Any = load_model(source, dtype=torch.float32, device=torch.device("cpu"))
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        save_actor(Path(folder), model, None, source_path=source, save_processing=lambda folder: None)
-        dist.barrier()  # one that leaves while the other still talks to it may abort
-    finally:
-        dist.destroy_process_group()
+def _save_sharded(rank: int, source: str, folder: Path) -> None:
+    model: Any = load_model(source, dtype=torch.float32, device=torch.device("cpu"))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    save_actor(folder, model, None, source_path=source, save_processing=lambda folder: None)
 
 
 def test_what_two_processes_saved_one_exports(tmp_path: Path) -> None:
     source = tmp_path / "model"
     built("qwen3_moe").save_pretrained(source)
-    mp.spawn(_save_sharded, args=(str(source), str(tmp_path / "actor"), str(tmp_path / "store")), nprocs=2)
+    in_processes(_save_sharded, tmp_path, str(source), tmp_path / "actor")
     assert len(list((tmp_path / "actor").glob("*.distcp"))) == 2
     folder = export(tmp_path / "actor")
     assert same_tensors(load_file(folder / "model.safetensors"), load_file(source / "model.safetensors"))

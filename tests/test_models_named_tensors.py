@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +18,7 @@ from foveal.models.loading import load_model
 from foveal.models.named_tensors import named_tensors
 from tests.model_helpers import same_tensors
 from tests.named_tensors_support import built, loaded, saved
+from tests.sharding_support import in_processes
 
 
 def collected(model: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -116,29 +116,23 @@ def _shard(model: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _compare_sharded(rank: int, folders: list[str], store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        for folder in folders:
-            model: Any = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-            expected = {name: tensor.clone() for name, tensor in collected(model, dtype=torch.bfloat16).items()}
-            _shard(model)
-            with torch.no_grad():  # leaves the outermost module's weights gathered
-                model(input_ids=torch.arange(10, 18).unsqueeze(0), use_cache=False)
-            given = collected(model, dtype=torch.bfloat16, bucket_bytes=20_000)
-            assert not any(isinstance(tensor, DTensor) for tensor in given.values())
-            assert same_tensors(given, expected), folder
-        dist.barrier()  # one that leaves while the other still talks to it may abort
-    finally:
-        dist.destroy_process_group()
+def _compare_sharded(rank: int, folders: list[str]) -> None:
+    for folder in folders:
+        model: Any = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+        expected = {name: tensor.clone() for name, tensor in collected(model, dtype=torch.bfloat16).items()}
+        _shard(model)
+        with torch.no_grad():  # leaves the outermost module's weights gathered
+            model(input_ids=torch.arange(10, 18).unsqueeze(0), use_cache=False)
+        given = collected(model, dtype=torch.bfloat16, bucket_bytes=20_000)
+        assert not any(isinstance(tensor, DTensor) for tensor in given.values())
+        assert same_tensors(given, expected), folder
 
 
 def test_sharded_weights_are_gathered_on_every_process(tmp_path: Path) -> None:
     folders = [str(tmp_path / "qwen3_moe"), str(tmp_path / "qwen2_5_vl")]
     built("qwen3_moe").save_pretrained(folders[0])
     built("qwen2_5_vl", tie=True).save_pretrained(folders[1])
-    mp.spawn(_compare_sharded, args=(folders, str(tmp_path / "store")), nprocs=2)
+    in_processes(_compare_sharded, tmp_path, folders)
 
 
 def test_a_sharded_model_that_was_never_loaded_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,11 +15,16 @@ import torch
 import torch.distributed as dist
 
 from foveal.cluster.crew import Line
+from foveal.cluster.delivery import Delivery, Inbox, begin_features
 from foveal.cluster.failures import Whereabouts
+from foveal.cluster.transport import PackedResponses, pack_responses
+from foveal.data.processing import Processing
+from foveal.rollout.engine import RolloutEngine
 from foveal.track import console
+from foveal.types import Group, Prompt, Sampling
 
 
-class Actor:
+class Actor(ABC):
     """One process among several of its kind. Methods of the concurrency group `control` answer while others are at
     work.
 
@@ -31,6 +38,7 @@ class Actor:
         self.rank = -1
         self._lines: deque[Line] = deque()
         self._store: dist.TCPStore | None = None
+        self._inbox = Inbox()
         self._stopped = -1  # number of the last rollout that was asked to stop
 
     def whereabouts(self) -> Whereabouts:
@@ -65,6 +73,32 @@ class Actor:
         store = self._store or dist.TCPStore(*address, world, is_master=False, timeout=wait)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=wait)
+
+    def rollout(
+        self, number: int, delivery: Delivery, uids: list[str], sampling: Sampling, speaks: bool
+    ) -> Iterator[tuple[int, PackedResponses]]:
+        """Answers prompts that it has got; yields the number of each among `uids`, with its responses.
+
+        Args:
+            number: of the rollout, for `stop`.
+            speaks: whether its answers are wanted: those of an engine's other processes are the same.
+        """
+        engine, processing = self._sampler()
+        engine.stop_asked = lambda: self._stopped >= number
+        self._inbox.take(delivery)
+        prompts = [self._inbox.prompts[uid] for uid in uids]
+        begin_features(processing, prompts)
+        order = {uid: number for number, uid in enumerate(uids)}
+        for group in self._sample(prompts, sampling):
+            if speaks:
+                yield order[group.prompt.uid], pack_responses(group.responses)
+
+    @abstractmethod
+    def _sampler(self) -> tuple[RolloutEngine, Processing]:
+        """The engine, and what makes its prompts' features."""
+
+    @abstractmethod
+    def _sample(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]: ...
 
     @ray.method(concurrency_group="control")
     def stop(self, number: int) -> None:

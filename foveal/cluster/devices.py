@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib.util import find_spec
 
@@ -61,15 +60,13 @@ def _of_each_machine(machines: int) -> int:
 
 def _gpus_of_cluster() -> list[int] | None:
     """GPUs of each machine of the cluster that a run would join; None where it would start one of its own."""
-    if find_spec("ray") is None or os.environ.get("RAY_ADDRESS") == "local":
+    if find_spec("ray") is None:
         return None
     import ray
 
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:
-        return None
-    try:
+    from foveal.cluster.ray_cluster import visiting
+
+    with visiting() as is_there:
+        if not is_there:
+            return None
         return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    finally:
-        ray.shutdown()

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from foveal.cluster.actor import Actor
-from foveal.cluster.delivery import Delivery, Inbox, begin_features
-from foveal.cluster.transport import PackedResponses, pack_responses
 from foveal.cluster.weight_channel import WeightChannel, take_weights
 from foveal.config import Config
 from foveal.data.processing import Processing
+from foveal.rollout.engine import RolloutEngine
 from foveal.rollout.vllm_engine import start_engine
-from foveal.types import Sampling
+from foveal.types import Group, Prompt, Sampling
 
 
 class EngineMember(Actor):
@@ -38,7 +37,6 @@ class EngineMember(Actor):
         """
         config, self.processing, options = shared
         self.join(world, address, threads, timeout)
-        self._inbox = Inbox()
         self.version = -1
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.engine = start_engine(config, self.processing, device=self.device, images=options["images"])
@@ -52,19 +50,12 @@ class EngineMember(Actor):
         """Takes the weights that the trainers send meanwhile."""
         self.version = take_weights(self._channel, self.engine)
 
-    def rollout(
-        self, number: int, delivery: Delivery, uids: list[str], sampling: Sampling, speaks: bool
-    ) -> Iterator[tuple[int, PackedResponses]]:
-        """As `Member.rollout`."""
-        self.engine.stop_asked = lambda: self._stopped >= number
-        self._inbox.take(delivery)
-        order = {uid: number for number, uid in enumerate(uids)}
-        prompts = [self._inbox.prompts[uid] for uid in uids]
-        begin_features(self.processing, prompts)
+    def _sampler(self) -> tuple[RolloutEngine, Processing]:
+        return self.engine, self.processing
+
+    def _sample(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
         self.engine.submit(prompts, sampling, self.version)
-        for group in self.engine.collect():
-            if speaks:
-                yield order[group.prompt.uid], pack_responses(group.responses)
+        yield from self.engine.collect()
 
     def close(self) -> None:
         self.engine.close()

@@ -10,18 +10,19 @@ import ray
 import torch
 
 from foveal.cluster.actor import Actor
-from foveal.cluster.delivery import Delivery, Inbox, begin_features
+from foveal.cluster.delivery import Delivery
 from foveal.cluster.topology import team_size
-from foveal.cluster.transport import PackedColumn, PackedResponses, pack_responses
+from foveal.cluster.transport import PackedColumn
 from foveal.cluster.weight_channel import WeightChannel, WeightSender
 from foveal.cluster.worker import Worker
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.models.flops import FlopCounter
+from foveal.rollout.engine import RolloutEngine
 from foveal.train.place import Place, take_place
 from foveal.train.processes import saving_group
 from foveal.train.snapshot import Snapshot
-from foveal.types import Metrics, Sampling
+from foveal.types import Group, Metrics, Prompt, Sampling
 
 
 class Member(Actor):
@@ -29,7 +30,6 @@ class Member(Actor):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
-        self._inbox = Inbox()
         self._snapshot: Snapshot | None = None
         self._sender: WeightSender | None = None
 
@@ -79,24 +79,12 @@ class Member(Actor):
 
     # -- the trainer's calls ------------------------------------------------------------------------------------
 
-    def rollout(
-        self, number: int, delivery: Delivery, uids: list[str], sampling: Sampling, speaks: bool
-    ) -> Iterator[tuple[int, PackedResponses]]:
-        """Answers prompts that it has got; yields the number of each among `uids`, with its responses.
-
-        Args:
-            number: of the rollout, for `stop`.
-            speaks: whether its answers are wanted: those of an engine's other processes are the same.
-        """
+    def _sampler(self) -> tuple[RolloutEngine, Processing]:
         assert self.worker.engine is not None
-        self.worker.engine.stop_asked = lambda: self._stopped >= number
-        self._inbox.take(delivery)
-        prompts = [self._inbox.prompts[uid] for uid in uids]
-        begin_features(self.worker.processing, prompts)
-        order = {uid: number for number, uid in enumerate(uids)}
-        for group in self.worker.sample(prompts, sampling):
-            if speaks:
-                yield order[group.prompt.uid], pack_responses(group.responses)
+        return self.worker.engine, self.worker.processing
+
+    def _sample(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Group]:
+        return self.worker.sample(prompts, sampling)
 
     def run(self, stage: str, delivery: Delivery, arguments: dict[str, Any]) -> tuple[Metrics, dict[str, PackedColumn]]:
         """A pass of the worker over its groups; returns what it returns, and the columns that it has filled."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -94,14 +95,24 @@ def wait_for_devices(config: Config) -> None:
     Raises:
         ConfigError: it hasn't, with what it has.
     """
+    with visiting() as is_there:
+        if is_there:  # else a cluster of our own, or the next to join it says why it can't
+            _check_size(config, config.trainer.stage_timeout)
+
+
+@contextmanager
+def visiting() -> Iterator[bool]:
+    """Joins, for a look, the cluster that a run would join; whether there is one."""
     if os.environ.get("RAY_ADDRESS") == "local":
+        yield False
         return
     try:
         ray.init(address="auto", **_quiet())
-    except ConnectionError:  # a cluster of our own, or the next to join it says why it can't
+    except ConnectionError:
+        yield False
         return
     try:
-        _check_size(config, config.trainer.stage_timeout)
+        yield True
     finally:
         ray.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -173,3 +174,12 @@ def read_log(log_file: Path) -> dict[int, Metrics]:
     log = RunLog(log_file)
     log.read_on()
     return dict(sorted(log.steps.items()))
+
+
+def dotted(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for every value of nested mappings."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

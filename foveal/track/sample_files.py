@@ -37,6 +37,11 @@ Split: TypeAlias = Literal["train", "val"]
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
+def part_name(split: str, step: int) -> str:
+    """What `PART` matches."""
+    return f"{split}-{step:08d}.parquet"
+
+
 class Tokenizer(Protocol):
     """The part of a tokenizer that is needed here."""
 
@@ -202,7 +207,7 @@ class SamplePart:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        name = f"{self.split}-{self.step:08d}.parquet"
+        name = part_name(self.split, self.step)
         path = self._files.run_dir / ANSWERS / name
         hidden = path.with_name(f".{name}")  # pandas and pyarrow pass over names that begin with a dot
         floats = ["logprobs", "trainer_logprobs", "entropies"]

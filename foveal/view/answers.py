@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from foveal.track.sample_files import ANSWERS, PART, ROW_GROUP, schema
+from foveal.track.sample_files import ANSWERS, PART, ROW_GROUP, part_name, schema
 
 PAGE = 50
 SPLITS = ("train", "val")
@@ -195,10 +196,11 @@ class Index:
 
     def group(self, place: Place) -> list[Place]:
         """All answers to the same prompt in the same step; empty where there is no such answer."""
-        part = self._parts.get(_name(place))
+        name = part_name(place.split, place.step)
+        part = self._parts.get(name)
         if part is None or not 0 <= place.number < part.size:
             return []
-        start = self._starts[_name(place)]
+        start = self._starts[name]
         groups = self._columns["group"][start : start + part.size]
         same = np.flatnonzero(groups == groups[place.number])
         return [Place(place.split, place.step, number) for number in same.tolist()]
@@ -211,7 +213,7 @@ class Index:
         """
         by_part: dict[str, list[Place]] = {}
         for place in places:
-            by_part.setdefault(_name(place), []).append(place)
+            by_part.setdefault(part_name(place.split, place.step), []).append(place)
         found: dict[Place, dict[str, Any]] = {}
         for name, wanted in by_part.items():
             part = self._parts.get(name)
@@ -237,13 +239,14 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _name(place: Place) -> str:
-    return f"{place.split}-{place.step:08d}.parquet"
-
-
 def _plain(value: np.generic) -> Any:
     plain = value.item()
     return None if isinstance(plain, float) and np.isnan(plain) else plain
+
+
+@cache
+def _index_schema() -> pa.Schema:
+    return pa.schema([schema().field(name) for name in _INDEXED])
 
 
 def _read_part(path: Path, stamp: tuple[int, int]) -> Part:
@@ -251,9 +254,8 @@ def _read_part(path: Path, stamp: tuple[int, int]) -> Part:
     assert found
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:  # a quarter of the time that read_table takes
-            table = file.read(columns=_INDEXED, use_threads=False)
-        ours = pa.schema([schema().field(name) for name in _INDEXED])
-        kept = table.select(_INDEXED) if table.select(_INDEXED).schema.equals(ours) else None
+            table = file.read(columns=_INDEXED, use_threads=False).select(_INDEXED)
+        kept = table if table.schema.equals(_index_schema()) else None
     except (OSError, pa.ArrowException, KeyError):
         kept = None
     return Part(path, found[1], int(found[2]), stamp, kept)
@@ -261,8 +263,7 @@ def _read_part(path: Path, stamp: tuple[int, int]) -> Part:
 
 def _join(parts: list[Part], sizes: list[int], starts: np.ndarray) -> dict[str, np.ndarray]:
     """The columns of all parts one after the other, with step, split and number within the part."""
-    ours = pa.schema([schema().field(name) for name in _INDEXED])
-    table = pa.concat_tables([ours.empty_table(), *(part.table for part in parts)])
+    table = pa.concat_tables([_index_schema().empty_table(), *(part.table for part in parts)])
     finishes = pc.index_in(table["finish_reason"], pa.array(FINISHES)).to_numpy()
     steps, splits = [part.step for part in parts], [SPLITS.index(part.split) for part in parts]
     return {name: table[name].to_numpy() for name in _INDEXED} | {

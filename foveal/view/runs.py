@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foveal.errors import ConfigError
-from foveal.track.file import CONFIG_FILE, LOG_FILE, RunLog
+from foveal.track.file import CONFIG_FILE, LOG_FILE, RunLog, dotted
 from foveal.track.sample_files import ANSWERS
 from foveal.types import Metrics
 from foveal.view.answers import AnswerFiles, Index
@@ -71,7 +71,7 @@ class Run:
         """Dotted key → value; empty where the folder has no readable configuration."""
         try:
             values = json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            return dict(_dotted(values)) if isinstance(values, dict) else {}
+            return dict(dotted(values)) if isinstance(values, dict) else {}
         except (OSError, ValueError, RecursionError):
             return {}
 
@@ -83,7 +83,8 @@ class Run:
     @property
     def is_live(self) -> bool:
         """Whether the log was written to in the last minutes, and steps are left."""
-        if self.total_steps is not None and max(self._steps, default=0) >= self.total_steps:
+        total = self.total_steps
+        if total is not None and max(self._steps, default=0) >= total:
             return False
         try:
             return time.time() - self.log.path.stat().st_mtime < LIVE_SECONDS
@@ -101,16 +102,6 @@ class Run:
 
     def metric_names(self) -> set[str]:
         return set().union(*self._steps.values()) if self._steps else set()
-
-
-def _dotted(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat += _dotted(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat
 
 
 def open_runs(paths: list[Path]) -> list[Run]:

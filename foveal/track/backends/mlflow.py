@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from foveal.track.backends.base import Backend, RunInfo
+from foveal.track.file import dotted
 from foveal.track.names import LegalNames
 from foveal.track.sample_table import sample_table
 from foveal.track.samples import Sample
@@ -52,7 +53,7 @@ class Mlflow(Backend):
 
         # 100 a call and 500 characters are what every server takes
         legal = LegalNames(self.illegal)
-        params = (Param(legal(name), str(value)[:500]) for name, value in _dotted(config))
+        params = (Param(legal(name), str(value)[:500]) for name, value in dotted(config))
         while batch := list(islice(params, 100)):
             self._client.log_batch(self._run_id, params=batch)
 
@@ -78,12 +79,3 @@ class Mlflow(Backend):
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _dotted(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every value of nested mappings."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
