@@ -3,9 +3,9 @@
     python3 benchmarks/scale_model.py --gpus 1,8,64,256
 
 Each phase is scaled from its measurement in `benchmarks/results` by the rules below, and every number that was not
-measured here is an argument of `Network` or `Work`. One step: answers are sampled, scored (hidden behind sampling, as
-measured), gone through once for log-probabilities, and trained on in some optimizer steps; then weights go to the
-engines.
+measured here is an argument of `Network` or `Work`; `scale_check.py` compares with measured runs. One step: answers are
+sampled, scored (hidden behind sampling, as measured), gone through once for log-probabilities, and trained on in some
+optimizer steps; then weights go to the engines.
 
 Assumptions:
 1. Prompts are spread evenly. A GPU decodes its share side by side: a decode step takes a constant part (weights read
@@ -121,14 +121,25 @@ def measured(name: str) -> Measured:
         steps=sampled["output_tokens"] // 1280,
         prefill_seconds=first,
         decode_seconds=sampled["generate_seconds"] - first,
-        constant_step=2 * weights / 4.0e12 + 2e-3,  # bf16 weights at 4 TB/s, and 2 ms of launches
+        constant_step=constant_step(weights),
         groups=int(phases["groups"]),
         old_seconds=phases["seconds/old"],
         update_seconds=phases["seconds/update_actor"] - optimizer_steps * optimizer,
         optimizer_seconds=optimizer,
         pass_groups=3,
-        hand_over_seconds=max(rollout["hand_over_ready_seconds"][1:]) + max(rollout["hand_over_sleep_seconds"]),
+        hand_over_seconds=hand_over_seconds(name),
     )
+
+
+def constant_step(weights: float) -> float:
+    """Seconds of a decode step on one GPU without its answers: bf16 weights at 4 TB/s, and 2 ms of launches."""
+    return 2 * weights / 4.0e12 + 2e-3
+
+
+def hand_over_seconds(name: str) -> float:
+    """Until an engine has new weights, and to put it to sleep, from the committed results of the rollout."""
+    rollout = json.loads((RESULTS / f"vllm_rollout_{name}.json").read_text())
+    return max(rollout["hand_over_ready_seconds"][1:]) + max(rollout["hand_over_sleep_seconds"])
 
 
 def step_seconds(one: Measured, work: Work, network: Network, gpus: int, seed: int = 0) -> dict[str, float]:

@@ -35,8 +35,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def update(worker: Worker, groups: list[Group]) -> None:
-    metrics = worker.update(groups, 1, 100, 0.0)
+def update(worker: Worker, groups: list[Group], sizes: list[int] | None = None) -> None:
+    metrics = worker.update(groups, 1, 100, 0.0, sizes)
     assert "actor/grad_norm" in metrics, f"no optimizer step was taken: {metrics}"
     assert "actor/not_finite_steps" not in metrics, metrics
 
@@ -50,7 +50,9 @@ def profile(worker: Worker, groups: list[Group], count: int) -> str:
     measured = measured or [warm]
 
     def work(micro_batches: list[list[Part]]) -> None:
-        for parts in micro_batches:
+        for number, parts in enumerate(micro_batches, start=1):
+            if packer.peers:
+                packer.peers.before_backward(last=number == len(micro_batches))
             pack = packer.build(parts)
             scores = scorer(pack, with_entropy=True)
             (scores.logprobs * pack.column("advantages")).mean().backward()

@@ -112,6 +112,14 @@ def test_several_processes_share_an_engine(text: Processing, key: int, processes
     assert given.get("distributed_executor_backend") == ("external_launcher" if processes > 1 else None)
 
 
+def test_processes_of_one_engine_keep_to_devices_that_they_see(text: Processing) -> None:
+    given = arguments(text, "worker.rollout.tensor_parallel_size=2", processes=2)
+    assert given["disable_custom_all_reduce"]
+    assert given["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False, "fuse_gemm_comms": False}
+    alone = arguments(text)
+    assert "disable_custom_all_reduce" not in alone and "pass_config" not in alone["compilation_config"]
+
+
 def test_processes_that_cannot_be_divided_into_engines(text: Processing) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4: the 6 processes.*Set it to 1, 2, 3 or 6\."):
         arguments(text, "worker.rollout.tensor_parallel_size=4", processes=6)
@@ -164,6 +172,7 @@ def test_the_environment_is_set_but_for_what_the_user_has_set(monkeypatch: pytes
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) > 0
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -12,6 +12,7 @@ from foveal.config.schema_model import ModelConfig, OptimConfig
 from foveal.errors import ModelError
 from foveal.models.parts import freeze_parts, part_of
 from foveal.quickstart.tiny import Family, build_tiny
+from foveal.train.clipping import clip_gradients
 from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.state import load_state, take_state, write_state
 from tests.model_helpers import load, same_tensors, train_step
@@ -87,3 +88,9 @@ def test_rates_of_their_own_may_come_and_go_at_a_resume(folders: dict[str, Path]
     train_step(model, optimizer, seed=1)
     train_step(resumed, other, seed=1)
     assert same_tensors(model.state_dict(), resumed.state_dict())
+
+
+def test_the_norm_of_a_long_gradient_is_exact() -> None:
+    weight = torch.nn.Parameter(torch.empty(1 << 24))
+    weight.grad = torch.rand(1 << 24)
+    assert clip_gradients([weight], 1e9) == pytest.approx(float(weight.grad.double().norm()), rel=1e-6)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.layout import PromptLayouts
-from foveal.train.packing import Pack, build_pack, split_into_packs
+from foveal.train.packing import Pack, Part, build_pack, split_into_packs
 from foveal.train.scorer import TokenScorer
 from foveal.types import Group
 from tests.random_groups import naive_logprobs, random_groups
@@ -135,3 +135,14 @@ def test_a_padded_batch_is_still_masked(folders: dict[str, Path]) -> None:
         expected = model(input_ids=ids).logits[0, -1]
         found = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits[0, -1]
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_prompt_without_answers_has_the_form_of_all_packs(folders: dict[str, Path]) -> None:
+    model: Any = load_model(str(folders["qwen3"]), dtype=torch.float32, device=CPU)
+    prompt = random_groups(model, [0])[0].prompt
+    prompt.expanded_ids = prompt.expanded_ids[:1]
+    layouts = PromptLayouts(model, lambda p: p.features or {})
+    pack = build_pack([Part(prompt, [])], layouts=layouts, shared_prefix=True, device=CPU)
+    assert pack.segments.key_index is not None and pack.segments.max_q > 1  # or layers would be compiled anew
+    assert pack.token_ids.shape[1] == pack.position_ids.shape[-1] == sum(pack.segments.lengths)
+    assert not len(pack.source) and not len(pack.targets)

@@ -58,4 +58,5 @@ class EngineMember(Actor):
         yield from self.engine.collect()
 
     def close(self) -> None:
-        self.engine.close()
+        if hasattr(self, "engine"):  # else it did not start
+            self.engine.close()

@@ -116,7 +116,8 @@ class Member(Actor):
             self._sender.has_base = False
 
     def close(self) -> None:
-        self.worker.close()
+        if hasattr(self, "worker"):  # else it did not start
+            self.worker.close()
 
     # -- beside them --------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from foveal.data.processing import Processing
 from foveal.errors import ConfigError
 from foveal.models.flops import FlopCounter
 from foveal.track.timing import BusyClock
+from foveal.train.meter import combined
 from foveal.types import Group, Metrics, Prompt, Sampling
 
 _CLOSING = 20.0
@@ -246,21 +247,3 @@ class RemoteSnapshot:
             WorkerError: a worker failed.
         """
         self.crew.call(f"saving {folder.stem}", "write", lambda rank: (folder.absolute(),), beside=self.copied)
-
-
-def combined(found: Sequence[Metrics], *, team_size: int, engine_size: int) -> Metrics:
-    """The metrics of workers as one: rates added up, shares of the device's peak averaged, the highest memory.
-
-    Args:
-        team_size, engine_size: workers that share each sequence in a pass, or an engine, and count the same work.
-    """
-    metrics: Metrics = {}
-    for name in sorted({name for own in found for name in own}):
-        size = engine_size if name.endswith("/gen") else team_size
-        values = [own.get(name, 0.0) for own in found]
-        if "memory" in name:
-            metrics[name] = max(values)
-        else:
-            total = sum(values) / size
-            metrics[name] = total / len(found) if "mfu_" in name else total
-    return metrics

@@ -87,6 +87,7 @@ def score_tokens(
     allowed = torch.ones(head.weight.shape[0], dtype=torch.bool, device=targets.device).index_fill(0, forbidden, False)
     if reference is not None or head.factors is not None:
         return _by_autograd(head, targets, allowed, temperature, with_entropy, reference)
+    compiled = compiled and len(targets) > 0  # a length of 0 would be compiled for, too
     device = head.hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     size = _rows(head, "compiled" if compiled else device)

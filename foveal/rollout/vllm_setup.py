@@ -52,6 +52,7 @@ def prepare_environment(device_type: str) -> None:
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of arguments that the user never gave
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # memory of another process's device, which this one doesn't see
     }
     if device_type == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
@@ -145,10 +146,14 @@ def wanted_arguments(
             "cudagraph_capture_sizes": sizes,
             "max_cudagraph_capture_size": sizes[-1],
         }
+        if processes > 1:  # these kernels too write into the memory of other processes' devices
+            arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False, "fuse_gemm_comms": False}
     if processes > 1:
         arguments |= {
             "tensor_parallel_size": _tensor_parallel_size(config, processes),
             "distributed_executor_backend": "external_launcher",  # the processes are there already
+            # It looks for the other processes' devices, and each of them sees its own alone.
+            "disable_custom_all_reduce": True,
         }
     if adapter:
         arguments |= adapter.arguments(device_type)

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+_PIECE = 1 << 16
+"""Numbers that are summed in one go on a CPU: of 68 million the sum in float32 has been wrong by 0.3%."""
+
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -41,5 +44,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 def _square(tensors: list[torch.Tensor]) -> float:
     if not tensors:
         return 0.0
-    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    pieces = [piece for t in tensors for piece in (t.flatten().split(_PIECE) if t.device.type == "cpu" else [t])]
+    norms = [torch.linalg.vector_norm(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in pieces]
     return float(torch.stack(norms).double().square().sum())

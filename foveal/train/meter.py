@@ -207,3 +207,21 @@ def peer_work(group: Group, grids: tuple[Grid, ...]) -> Work:
             fed = prompt + answer - 1  # the last token predicts nothing
             work += Work(fed, fed * (fed + 1) // 2, answer, grids)
     return work
+
+
+def combined(found: Sequence[Metrics], *, team_size: int, engine_size: int) -> Metrics:
+    """The metrics of workers as one: rates added up, shares of the device's peak averaged, the highest memory.
+
+    Args:
+        team_size, engine_size: workers that share each sequence in a pass, or an engine, and count the same work.
+    """
+    metrics: Metrics = {}
+    for name in sorted({name for own in found for name in own}):
+        size = engine_size if name.endswith("/gen") else team_size
+        values = [own.get(name, 0.0) for own in found]
+        if "memory" in name:
+            metrics[name] = max(values)
+        else:
+            total = sum(values) / size
+            metrics[name] = total / len(found) if "mfu_" in name else total
+    return metrics

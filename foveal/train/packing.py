@@ -20,6 +20,9 @@ from foveal.models.vision import Picture
 from foveal.train.layout import PromptLayout
 from foveal.types import Group, Prompt, Response
 
+IDLE = 8
+"""Tokens after a prompt that has no answers."""
+
 
 @dataclass
 class Part:
@@ -141,6 +144,8 @@ def build_pack(
         copies = [part.responses] if shared_prefix or not part.responses else [[r] for r in part.responses]
         for responses in copies:
             layout.add_prompt(part.prompt.expanded_ids, prompt)
+            if not responses:
+                layout.add_idle(prompt.positions[:, -1:])
             for response in responses:
                 layout.add_response(response.token_ids, prompt.positions[:, -1:])
     axes = torch.cat(layout.positions, dim=1)
@@ -186,6 +191,14 @@ class _Layout:
         self.targets.append(np.asarray(ids, dtype=np.int64))
         if len(inputs):
             self._add(inputs, first_position + torch.arange(len(inputs)), prefix=self._prompt)
+
+    def add_idle(self, first_position: torch.Tensor) -> None:
+        """Tokens that predict nothing, where a prompt without answers is computed to keep other processes company.
+
+        With them it has a shared prompt and lengths above one, as all packs: compiled layers would otherwise be
+        compiled once more for it, while the others wait.
+        """
+        self._add(np.zeros(IDLE, np.int64), first_position + torch.arange(IDLE), prefix=self._prompt)
 
     def _add(self, ids: np.ndarray, positions: torch.Tensor, prefix: int) -> None:
         self.tokens.append(ids)

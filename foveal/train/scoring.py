@@ -66,8 +66,14 @@ def write_logprobs(scorer: Reference, packer: Packer, groups: Sequence[Group], c
     scorer.eval()
 
     def score() -> None:
+        scored: tuple[Pack, torch.Tensor] | None = None
         for pack in packer.packs(groups):
-            pack.store(column, scorer(pack).logprobs)
+            logprobs = scorer(pack).logprobs
+            if scored is not None:  # read only now: the device computes on while the host builds the next pack
+                scored[0].store(column, scored[1])
+            scored = pack, logprobs
+        if scored is not None:
+            scored[0].store(column, scored[1])
 
     within_memory(packer, f"the pass for {column}", score)
     reshard(scorer)
