@@ -19,7 +19,8 @@ RUN apt-get update \
 COPY . /opt/foveal
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/venv \
-    && PYTHON=/opt/venv/bin/python /opt/foveal/scripts/install.sh vllm,ray,track,view,video,lowmem
+    && PIP_CONSTRAINT=/opt/foveal/constraints.txt PYTHON=/opt/venv/bin/python \
+    /opt/foveal/scripts/install.sh vllm,ray,track,view,video,lowmem
 
 FROM base
 COPY --from=build /opt/venv /opt/venv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -101,6 +102,10 @@ def measure_memory(worker: Worker, groups: list[Group], *, offload: bool) -> dic
     worker.old_logprobs(groups)
     update(worker, groups)
     peaks = worker.performance({})
+    assert worker.policy is not None
+    packers = worker.policy.packer, worker.policy.experience_packer
+    found |= {"update_budget": packers[0].budget, "logprobs_budget": packers[1].budget}
+    found["began_again"] = float(any(packer.ceiling < sys.maxsize for packer in packers))
     found |= {f"peak_{name.rpartition('/')[2]}": value for name, value in peaks.items() if "peak_memory" in name}
     return {name: round(value, 2) for name, value in found.items()}
 

@@ -13,6 +13,7 @@ import torch
 from foveal.config import Config
 from foveal.config.keys import known_keys
 from foveal.errors import CheckpointError
+from foveal.masking import masked
 from foveal.models.loading import empty_model
 from foveal.track import console
 from foveal.train.checkpoint import check_critic
@@ -43,8 +44,8 @@ class Start:
     def tracker_ids(self, config: Config) -> dict[str, str]:
         """The ids of the trackers' runs to go on with; none where the run goes by another name now."""
         names = ("trainer.project_name", "trainer.experiment_name")
-        settings = self.state.get("settings", {})
-        same = all(settings.get(name) == config.value(name) for name in names)
+        saved, now = masked(self.state.get("settings", {})), saved_settings(config)
+        same = all(saved.get(name) == now[name] for name in names)
         return dict(self.state.get("trackers", {})) if same else {}
 
 
@@ -98,8 +99,8 @@ class Identity(TypedDict):
 
 
 def saved_settings(config: Config) -> dict[str, Any]:
-    """Every dotted key with its value, as plain JSON."""
-    values = config.model_dump(mode="json")
+    """Every dotted key with its value, as plain JSON; secrets are masked, for a run has them from its own settings."""
+    values = masked(config.model_dump(mode="json"))
     return {key: reduce(getitem, key.split("."), values) for key in known_keys()}
 
 
@@ -117,7 +118,7 @@ def check_settings(state: dict[str, Any], config: Config, place: str) -> str | N
         CheckpointError: the model is another one (or, of a checkpoint that doesn't tell the rows by their content, the
             training data), and the checkpoint wasn't asked for by its path (`trainer.load_checkpoint_path`).
     """
-    saved, now = state.get("settings", {}), saved_settings(config)
+    saved, now = masked(state.get("settings", {})), saved_settings(config)
     changed = {key: (saved[key], now[key]) for key in now if key in saved and saved[key] != now[key]}
     fixed = [_MODEL, _ADAPTER]
     if "data" not in state and not config.trainer.restart_data:

@@ -18,6 +18,7 @@ from foveal.config import Config
 from foveal.data.loader import PromptLoader, open_loader
 from foveal.errors import CheckpointError, DataError, EngineError, RewardError, WorkerError
 from foveal.folder import RunFolder
+from foveal.masking import without_secrets
 from foveal.preflight import check_runnable, open_processing
 from foveal.resume import Identity, check_rows, find_start, saved_settings
 from foveal.reward.runner import RewardRunner
@@ -316,7 +317,9 @@ class Trainer:
     def _identity(self) -> Identity:
         data, rows = self.config.data, self.loader.builder.rows
         return Identity(
-            source=str(data.train_files), rows=len(rows), checksum=rows.checksum([data.prompt_key, data.answer_key])
+            source=without_secrets(str(data.train_files)),
+            rows=len(rows),
+            checksum=rows.checksum([data.prompt_key, data.answer_key]),
         )
 
     def _resume_data(self, folder: Path, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from tests.docs_support import DOCUMENTS, ROOT, blocks, commands, inline_code, i
 
 FOREIGN_FILES = {"sft.yaml"}
 """Files on the pages that belong to another program."""
-WALKED = {"docs/first_run.md", "docs/zh/first_run.md", "docs/view.md"}
+WALKED = {"docs/first_run.md", "docs/zh/first_run.md", "docs/view.md", "docs/zh/view.md"}
 """Pages whose Python needs a model or a run: `test_docs_first_run.py` runs it."""
 ENGLISH = [name.replace("/zh/", "/") for name in DOCUMENTS if "/zh/" in name]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from foveal.config.keys import known_keys
+from scripts.docs_screenshots import MOST_BYTES, PICTURES
 from tests.docs_support import DOCUMENTS, ROOT, text_of
 
 
@@ -50,6 +51,22 @@ def test_pages_ask_no_other_server(site: Path) -> None:
 def test_links_lead_somewhere(document: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text_of(document)) if "://" not in link]
     assert [link for link in links if not ((ROOT / document).parent / link).exists()] == []
+
+
+def test_pictures_of_the_script_are_those_on_the_pages() -> None:
+    assert set(PICTURES) == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    shown = [re.findall(r"!\[[^\]]+\]\(\S*\bimages/([^)]+)\)", text_of(document)) for document in DOCUMENTS]
+    assert set(PICTURES) == {name for names in shown for name in names}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_small(name: str) -> None:
+    assert (ROOT / "docs" / "images" / name).stat().st_size < MOST_BYTES
+
+
+def test_both_languages_show_the_same_pictures() -> None:
+    english, chinese = (re.findall(r"images/([\w.]+)\)", text_of(f"docs/{name}")) for name in ("view.md", "zh/view.md"))
+    assert english == chinese
 
 
 def test_reference_of_the_configuration_is_fresh() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,6 +83,35 @@ def test_conda_installs_what_pip_does() -> None:
     assert pip == ["-r requirements.txt"] and "pip" in plain
     (python,) = [entry for entry in plain if entry.startswith("python=")]
     assert python.removeprefix("python=") in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+def test_the_constraints_name_an_allowed_version_of_all_that_the_project_asks_for() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    versions = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    asked = [*map(Requirement, PROJECT["dependencies"])]
+    asked += [Requirement(text) for group in PROJECT["optional-dependencies"].values() for text in group]
+    for requirement in asked:
+        if requirement.name != "foveal":
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_docker_conda_and_pip_install_what_the_constraints_name() -> None:
+    (line,) = [argument for name, argument in instructions() if "install.sh" in argument]
+    assert "PIP_CONSTRAINT=/opt/foveal/constraints.txt" in line
+    assert "!constraints.txt" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "-c constraints.txt" in (ROOT / "requirements.txt").read_text().splitlines()
+    made = (ROOT / "scripts" / "constraints.sh").read_text()
+    (python,) = re.findall(r"--python-version ([\d.]+)", made)
+    assert f"python={python}" in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert "-ubuntu24.04" in instructions()[0][1] and python == "3.12"  # which is that Ubuntu's Python
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "vLLM", "Ray"])
+def test_the_versions_of_the_image_are_those_of_the_constraints(name: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", (ROOT / "docs" / "install.md").read_text(), flags=re.M)
+    (version,) = re.findall(rf"^{name.lower()}==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    assert row.split("|")[-1].strip() == version
 
 
 @pytest.mark.parametrize("name", ["Python", "torch", "transformers", "vLLM", "Ray"])

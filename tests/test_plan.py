@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.plan_vs_measured import RESULTS, comparisons, table
 from foveal.cli import main
@@ -99,7 +101,10 @@ def test_every_committed_peak_is_met_within_15_percent() -> None:
     memory = [row for row in rows if row.unit == "GiB"]
     assert len(memory) >= 15
     assert [f"{row.file} {row.name} {row.what}: {row.off:+.1%}" for row in memory if abs(row.off) > 0.15] == []
-    assert [f"{row.file} {row.name} {row.what}: {row.off:+.1%}" for row in rows if abs(row.off) > 0.25] == []
+    seconds = [row for row in rows if row.unit == "s"]
+    assert [f"{row.file} {row.name} {row.what}: {row.off:+.1%}" for row in seconds if abs(row.off) > 0.25] == []
+    lacking = [row for row in rows if row.unit == "too large"]
+    assert [f"{row.file} {row.name}: {row.off:+.1%}" for row in lacking if row.off < -0.15] == []
     committed = (RESULTS / "plan_vs_measured.md").read_text()
     assert committed == table(rows), "run benchmarks/plan_vs_measured.py"
 
@@ -110,16 +115,54 @@ def test_a_memory_table_of_the_engine_benchmark_is_compared_too(tmp_path: Path) 
     result = {"command": "train_engine.py --models 7B --memory", "prompt_tokens": 560.0}
     result |= {"memory bf16+full+compile": measured, "memory bf16+full+compile+offload": away}
     result["memory amp+full"] = {"error": "too large"}
-    (tmp_path / "train_engine_7B.json").write_text(json.dumps(result))
+    result["memory amp8bit+full"] = measured
+    result["memory lora+full"] = measured | {"update_budget": 4096, "logprobs_budget": 8192}
+    result["memory lora+full+offload"] = away | {"began_again": 1.0}
+    (tmp_path / "train_engine_7B_memory.json").write_text(json.dumps(result))
+    rows = {(row.name.removeprefix("memory "), row.what): row for row in comparisons(tmp_path)}
+    passes = ("old", "update_actor")
+    wanted = [(name, "gen") for name in ("bf16+full+compile", "amp8bit+full", "lora+full")]
+    modes = ("bf16+full+compile", "bf16+full+compile+offload", "amp8bit+full", "lora+full")
+    wanted += [(name, phase) for name in modes for phase in passes]
+    assert sorted(rows) == sorted([*wanted, ("amp+full", "update_actor")])
+    weights = 8_292_166_656 / GIB
+    assert rows["bf16+full+compile", "gen"].planned == pytest.approx(6 * weights)  # weights and two moments
+    assert rows["amp8bit+full", "gen"].planned == pytest.approx(6 * weights)  # float32 and two times 8 bits
+    assert rows["lora+full", "gen"].planned == pytest.approx(2 * weights, rel=0.2)
+    assert rows["lora+full", "update_actor"].planned < 30
+    # moments wait on the host until the update
+    near = rows["bf16+full+compile", "old"].planned - rows["bf16+full+compile+offload", "old"].planned
+    assert near == pytest.approx(4 * weights)
+    assert rows["bf16+full+compile+offload", "update_actor"].planned == rows["bf16+full+compile", passes[1]].planned
+    lacking = rows["amp+full", "update_actor"]
+    assert lacking.unit == "too large" and lacking.planned > lacking.measured
+    assert "1 of 1 are told beforehand" in table([lacking])
+
+
+def test_records_of_several_gpus_are_compared_too(tmp_path: Path) -> None:
+    found = {"groups": 128, "logprobs_budget": 20_000, "update_budget": 8192, "seconds/old": 6.0}
+    found |= {"perf/peak_memory_gb/old": 30.0, "perf/peak_memory_gb/update_actor": 40.0, "seconds/update_actor": 20.0}
+    result = {"command": "train_engine.py --models 7B --processes 2", "prompt_tokens": 560.0}
+    (tmp_path / "train_2_gpus_7B.json").write_text(json.dumps(result | {"bf16+full+compile equal": found}))
+    step = {"timing_s/gen": 9.0, "timing_s/update_actor": 5.0, "perf/peak_memory_gb/update_actor": 20.0}
+    side = {"settings": ["trainer.n_gpus_per_node=2", "cluster.rollout_devices=1", "trainer.async_rollout=true"]}
+    side |= {"prompts": 128, "optimizer_steps": 4, "steps": [step, step], "medians": {"gen": 9, "step": 10}}
+    side["medians"]["update_actor"] = 5
+    record = {"model": "3B", "prompt_tokens": 560, "response_tokens": 512, "n": 5, "warm_up": 1, "settings": []}
+    (tmp_path / "many_gpus_3B.json").write_text(json.dumps(record | {"sides": {"off": side}}))
     rows = comparisons(tmp_path)
-    assert [(row.name.rpartition("compile")[2], row.what) for row in rows] == [
-        ("", "gen"),
-        ("", "old"),
-        ("", "update_actor"),
-        ("+offload", "old"),
-        ("+offload", "update_actor"),
+    assert [(row.name, row.what, row.unit) for row in rows] == [
+        ("bf16+full+compile equal", "old", "GiB"),
+        ("bf16+full+compile equal", "old", "s"),
+        ("bf16+full+compile equal", "update_actor", "GiB"),
+        ("bf16+full+compile equal", "update_actor", "s"),
+        ("off", "update_actor", "GiB"),
+        ("off", "gen", "s"),
+        ("off", "update_actor", "s"),
+        ("off", "step", "s"),
     ]
-    assert rows[0].planned == pytest.approx(8_292_166_656 * 6 / GIB)  # weights and two moments
+    # a half of weights, moments and gradients, and what is gathered for a layer
+    assert 8_292_166_656 * 8 / 2 / GIB < rows[2].planned < 8_292_166_656 * 8 / 2 / GIB + 15
 
 
 def test_weights_are_counted_exactly(folders: dict[str, Path]) -> None:
@@ -323,6 +366,21 @@ def test_where_it_fits_parts_add_up_and_times_are_told(
     assert status == 0
     for said in ("fits on h100-80", "gradients", "engine keys and values", "150 steps", "assumed:", "one wave"):
         assert said in text, text
+
+
+def test_an_adapter_to_go_on_from_is_what_is_trained(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    layer = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (4, 1536), "B": (1536, 4)}
+    tensors = {layer.format(n, name): torch.zeros(shape) for n in range(28) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    adapter = f"worker.actor.model.lora.adapter_path={tmp_path}"
+    status, out = run(capsys, *arguments(folders["1.5B"], adapter), "--gpu", "24", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["parameters"]["adapters"] == found["parameters"]["trained"] == 28 * 2 * 4 * 1536
 
 
 def test_without_a_gpu_named_or_here_there_is_a_line_for_each(

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def address(runs: list[Path]) -> Iterator[str]:
+    with served(runs) as at:
+        yield at
+
+
+@pytest.fixture(scope="module")
+def odd_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that has written nothing yet, and one of a single step with a long name and answers of all lengths."""
+    root = tmp_path_factory.mktemp("odd")
+    write_log(root / "new", {})
+    long = root / "qwen2_5_vl_7b_geo3k_grpo_with_a_very_long_name_2026_11_30_lr1e-6_n8_second_try"
+    metrics = {"reward/overall": 0.3, "timing_s/gen": 2.0, "timing_s/step": 3.0, "alarm/cut_off": 1.0}
+    write_log(long, {1: metrics}, {"path": "/a/long/path" * 20})
+    with open(long / "experiment_log.jsonl", "a") as file:
+        file.write('{"step": 2, "rew')
+    answers = [response(text, 0.5) for text in ("x" * 3000, "图中的柱子高八格。" * 40, "")]
+    write_part(long, "val", 1, [group(0, answers, prompt="y" * 2000)])
+    with served([root / "new", long]) as at:
+        yield at
+
+
+@contextmanager
+def served(runs: list[Path]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(make_app(open_runs(runs)), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -83,6 +106,14 @@ def test_curves_are_drawn(page: sync_api.Page, address: str) -> None:
     assert page.locator("#curves .chart").count() == 3
 
 
+def test_pointing_at_a_step_shows_its_values(page: sync_api.Page, address: str) -> None:
+    page.goto(f"{address}/?m=reward/overall")
+    page.wait_for_selector("#curves canvas")
+    assert page.locator("#curves .u-value").all_inner_texts() == ["", "", ""]
+    page.hover("#curves .u-over", position={"x": 2, "y": 30})
+    assert page.locator("#curves .u-value").all_inner_texts() == ["1", "0.1", "0.3"]
+
+
 def test_a_metric_with_markup_in_its_name_is_text(page: sync_api.Page, address: str) -> None:
     page.goto(f"{address}/")
     page.click("summary:text('Choose other curves')")
@@ -116,11 +147,55 @@ def test_samples_are_filtered_by_the_form(page: sync_api.Page, address: str) -> 
     assert loaded
 
 
+def test_samples_are_searched_by_the_form(page: sync_api.Page, address: str) -> None:
+    page.goto(f"{address}/runs/0/samples")
+    page.fill("input[name=text]", "3 HIGH")
+    page.press("input[name=text]", "Enter")
+    page.wait_for_url("**/samples?**")
+    assert page.locator("article").count() == 2
+    assert "text=3+HIGH" in page.url and page.input_value("input[name=text]") == "3 HIGH"
+
+
 def test_a_groups_tokens_change_colour(page: sync_api.Page, address: str) -> None:
     page.goto(f"{address}/runs/0/train/5/0")
     page.select_option("select[name=colour]", "gap")
     page.wait_for_url("**colour=gap**")
     assert page.locator(".tokens .t3").count() > 4
+
+
+def test_the_answers_of_a_group_stand_side_by_side(page: sync_api.Page, address: str) -> None:
+    page.goto(f"{address}/runs/0/samples?split=train")
+    page.click("a:text('All answers to this prompt') >> nth=0")
+    page.wait_for_selector("article")
+    boxes = [one.bounding_box() for one in page.locator("article").all()]
+    assert len(boxes) == 4
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (page.viewport_size["width"] > 1000)
+    assert page.locator("article b").all_inner_texts() == ["-0.500", "-0.167", "+0.167", "+0.500"]
+
+
+def test_a_prompt_is_followed_from_one_of_its_answers(page: sync_api.Page, address: str) -> None:
+    page.goto(f"{address}/runs/0/samples?split=val&step_from=5")
+    page.click("a:text('This prompt through the run') >> nth=0")
+    page.wait_for_selector("table.follow")
+    steps = page.locator("table.follow tbody td:first-child").all_inner_texts()
+    assert steps == ["0", "5"]
+
+
+@pytest.mark.parametrize("place", ["", "time", "settings", "runs/0/samples", "runs/1/samples", "runs/1/val/1/0"])
+def test_odd_runs_fit(page: sync_api.Page, odd_address: str, place: str) -> None:
+    page.goto(f"{odd_address}/{place}")
+    page.wait_for_load_state("networkidle")
+    assert page.inner_text("main")
+
+
+def test_a_lone_step_is_no_line_of_a_hundred(page: sync_api.Page, odd_address: str) -> None:
+    page.goto(f"{odd_address}/")
+    page.wait_for_selector("#curves canvas")
+    page.hover("#curves .u-over")
+    assert page.locator("#curves .u-value >> nth=0").inner_text() == "1"
+    box = page.locator("#curves .u-cursor-pt >> nth=1").bounding_box()
+    over = page.locator("#curves .u-over").bounding_box()
+    assert abs(box["x"] + box["width"] / 2 - over["x"] - over["width"] / 2) < 3
 
 
 def test_untrusted_answers(page: sync_api.Page, address: str) -> None:

@@ -7,6 +7,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from starlette.testclient import TestClient
@@ -99,6 +100,17 @@ def test_samples_show_pictures_scores_and_links(run: Path) -> None:
     assert len(pictures) == 2
     assert "8 of 14 answers" in found.text and "ended by itself" in found.text
     assert found.all("a", href="/runs/0/train/5/0") and found.all("a", href="/runs/0/follow/train/7")
+
+
+def test_a_text_is_searched_for_shown_as_text_and_kept_on_the_next_page(tmp_path: Path) -> None:
+    answers = [response(EVIL if number < 60 else "8") for number in range(70)]
+    write_part(tmp_path / "run", "val", 1, [group(0, answers)])
+    found = page(client(tmp_path / "run"), f"/runs/0/samples?{urlencode({'text': EVIL})}")
+    assert len(found.all("article")) == 50 and "60 of 70 answers" in found.text
+    assert found.all("input", name="text")[0]["value"] == EVIL
+    assert not found.all("img", src="x")
+    (later,) = [link["href"] for link in found.all("a", class_="button") if "page=1" in str(link["href"])]
+    assert len(page(client(tmp_path / "run"), str(later)).all("article")) == 10
 
 
 def test_the_answers_of_a_group_side_by_side(run: Path) -> None:

@@ -14,17 +14,23 @@ from foveal.rollout.engine import choose_engine
 
 def topology_problems(config: Config, engine: Literal["vllm", "transformers"]) -> list[str]:
     """A line for each thing that keeps `trainer.nnodes` × `trainer.n_gpus_per_node` devices from working together."""
+    lines = division_problems(config, engine)
+    if config.trainer.devices > 1 and find_spec("ray") is None:
+        lines.append(
+            f"trainer.nnodes × trainer.n_gpus_per_node = {config.trainer.devices}: several devices need Ray "
+            "(`pip install 'foveal[ray]'`); or set both to 1"
+        )
+    return lines
+
+
+def division_problems(config: Config, engine: Literal["vllm", "transformers"]) -> list[str]:
+    """Those of them that no installation cures."""
     if lines := [*_engines_apart(config, engine)]:
         return lines  # what the devices are divided into is not known
     devices = config.training_devices
     lines = [*_sharing(config)]
     if config.trainer.devices == 1:
         return lines
-    if find_spec("ray") is None:
-        lines.append(
-            f"trainer.nnodes × trainer.n_gpus_per_node = {config.trainer.devices}: several devices need Ray "
-            "(`pip install 'foveal[ray]'`); or set both to 1"
-        )
     for role, fsdp in _sharded(config).items():
         size = fsdp.fsdp_size
         if size != -1 and devices % min(size, devices):

@@ -14,6 +14,7 @@ from foveal.config.rules import broken_rules
 from foveal.config.schema import Config
 from foveal.config.yaml_text import read_value, read_yaml_file, write_yaml
 from foveal.errors import ConfigError
+from foveal.masking import masked, remember, written
 
 Tree = dict[str, Any]
 
@@ -30,6 +31,7 @@ def load_config(argv: list[str]) -> Config:
         ConfigError: one line for each unknown key, value that isn't allowed, and rule that is broken.
     """
     tree, problems = _read(argv)
+    remember(tree)
     values = dict(_leaves(tree))
     unknown = [name for name in values if name not in known_keys() and name not in section_names()]
     problems += [_unknown_key(name) for name in unknown]
@@ -48,8 +50,8 @@ def load_config(argv: list[str]) -> Config:
 
 
 def render(config: Config) -> str:
-    """The whole configuration as YAML that `load_config` reads back to the same values."""
-    return write_yaml(config.model_dump(mode="json"))
+    """The whole configuration as YAML that `load_config` reads back to the same values; secrets are masked."""
+    return write_yaml(masked(config.model_dump(mode="json")))
 
 
 def _read(argv: list[str]) -> tuple[Tree, list[str]]:
@@ -61,7 +63,7 @@ def _read(argv: list[str]) -> tuple[Tree, list[str]]:
         name, sign, text = argument.partition("=")
         name = name.strip()
         if not sign or not name or name.startswith("-"):
-            problems.append(f"argument {argument!r} is not KEY=VALUE; write for instance trainer.max_steps=10")
+            problems.append(f"argument {written(argument)!r} is not KEY=VALUE; write for instance trainer.max_steps=10")
         elif name == "config":
             files.append(text)
         else:
@@ -166,6 +168,7 @@ def _first_key(section: str) -> str:
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    value = masked(value)
     text = repr(value) if not isinstance(value, str) or not value or value != value.strip() else value
     return text if len(text) <= 100 else f"{text[:97]}…"
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from foveal.config.keys import known_keys
 from foveal.config.schema import Config
 from foveal.config.schema_data import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
+from foveal.masking import MASK, masks
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class BrokenRule:
 
 def broken_rules(config: Config) -> list[BrokenRule]:
     """All rules between keys that the configuration breaks; those of training only where something is trained."""
-    rules = [_data, _reward, _algorithm, _engine_limits, _val_sampling, _module_patterns]
+    rules = [_masks, _data, _reward, _algorithm, _engine_limits, _val_sampling, _module_patterns]
     if not config.trainer.val_only:
         rules += [_batches, _sampling, _kl, _gdpo, _correction, _overlong, _optimizers, _all_frozen]
     return [broken for rule in rules for broken in rule(config)]
@@ -195,6 +196,15 @@ def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, .
 
 def _is_set(config: Config, key: str) -> bool:
     return key in config.given and config.value(key) != known_keys()[key].default
+
+
+def _masks(config: Config) -> Iterator[BrokenRule]:
+    for name in masks(config.model_dump(mode="json")):
+        yield BrokenRule(
+            (name,),
+            f"{name}: {MASK} stands for a secret that was left out when this configuration was written. Give it, best "
+            "from an environment variable, as ${oc.env:MY_API_KEY}",
+        )
 
 
 def _data(config: Config) -> Iterator[BrokenRule]:

@@ -10,6 +10,7 @@ import yaml
 
 from foveal.config.keys import known_keys, section_names
 from foveal.errors import ConfigError
+from foveal.masking import MASK, is_secret, masked, written
 
 _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
@@ -65,7 +66,7 @@ def read_yaml_file(path: str) -> tuple[dict[str, Any], list[str]]:
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold the sections data, algorithm, worker, trainer; it holds {tree!r}")
+        raise ConfigError(f"{path}: must hold the sections data, algorithm, worker, trainer; it holds {masked(tree)!r}")
     return tree, [f"{path}, {line}" for line in faults]
 
 
@@ -83,10 +84,14 @@ def read_value(name: str, text: str) -> Any:
     try:
         value, faults = _parse(text, name)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}={text}: {_place_and_reason(error)}") from None
+        raise ConfigError(f"{name}={_shown(name, text)}: {_place_and_reason(error)}") from None
     if faults:
-        raise ConfigError(f"{name}={text}: {'; '.join(faults)}")
+        raise ConfigError(f"{name}={_shown(name, text)}: {'; '.join(faults)}")
     return value
+
+
+def _shown(name: str, text: str) -> str:
+    return MASK if is_secret(name) else written(text)
 
 
 def write_yaml(tree: dict[str, Any]) -> str:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from foveal.cluster.topology import division_problems
 from foveal.config import Config, load_config
 from foveal.errors import ConfigError
+from foveal.models.lora_setup import adopt_adapters
 from foveal.plan.cures import Cure, find_cures
+from foveal.plan.engine import uses_vllm
 from foveal.plan.gpus import BY_SIZE, Gpu, find_gpu, gpu_here
 from foveal.plan.memory import Memory, actor_sizes, plan_memory
 from foveal.plan.rows import Lengths
 from foveal.plan.seconds import Seconds, plan_seconds
 from foveal.plan.sizes import with_folder
+from foveal.plan.splits import Split, better_split
 from foveal.track import console
 
 USAGE = (
@@ -31,6 +35,7 @@ class Plan:
 
     Attributes:
         cures: with which it fits, where it does not; the least costly first.
+        split: of the GPUs between engines and trainers, with which it is faster, where it fits and each has its own.
         model: as it was named.
     """
 
@@ -41,6 +46,7 @@ class Plan:
     memory: Memory
     seconds: Seconds
     cures: list[Cure]
+    split: Split | None = None
 
     @property
     def one_wave(self) -> int | None:
@@ -48,7 +54,7 @@ class Plan:
         engine, n = self.memory.engine, self.config.worker.rollout.n
         if engine is None:
             return None
-        engines = max(self.config.trainer.devices // engine.tensor_parallel, 1)
+        engines = max(self.config.engine_devices // engine.tensor_parallel, 1)
         return engines * int(engine.cache_tokens / (self.lengths.prompt + n * self.lengths.mean_answer))
 
 
@@ -80,12 +86,21 @@ def plan_command(args: list[str]) -> int:
     config = load_config([*rest, "trainer.val_only=false"])
     if config.trainer.n_gpus_per_node == -1:
         config.trainer.n_gpus_per_node = torch.cuda.device_count() if here else 1
+    engine: Literal["vllm", "transformers"] = "vllm" if uses_vllm(config) else "transformers"
     if not config.worker.actor.model.model_path:
         raise ConfigError(
             "worker.actor.model.model_path is not set: give the folder of a Hugging Face model, its config.json, or a "
             "hub id; weights are not needed."
         )
+    if options.json:  # all that is printed is JSON
+        console.divert(lambda kind, text: None)
+    try:
+        adopt_adapters(config)
+    finally:
+        console.divert(None)
     model, config = config.worker.actor.model.model_path, with_folder(config)
+    if problems := division_problems(config, engine):
+        raise ConfigError("the devices cannot work together like this:\n" + "\n".join(f"  {line}" for line in problems))
     lengths = Lengths.of(
         config,
         actor_sizes(config).sees,
@@ -110,11 +125,13 @@ def make_plan(config: Config, gpu: Gpu, lengths: Lengths, *, model: str = "", cu
 
     Args:
         model: a name for it.
-        cures: whether to look for changes where it doesn't fit.
+        cures: whether to look for changes where it doesn't fit, and for a better split of the GPUs.
     """
     memory = plan_memory(config, gpu, lengths)
-    found = [] if memory.fits or not cures else find_cures(config, gpu, lengths, memory)
-    return Plan(model, gpu, config, lengths, memory, plan_seconds(config, gpu, lengths, memory), found)
+    seconds = plan_seconds(config, gpu, lengths, memory)
+    found = find_cures(config, gpu, lengths, memory) if cures and not memory.fits else []
+    split = better_split(config, gpu, lengths, seconds.step) if cures and memory.fits else None
+    return Plan(model, gpu, config, lengths, memory, seconds, found, split)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -123,12 +140,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
     sizes = actor_sizes(plan.config)
     return {
         "model": plan.model,
-        "gpu": {"name": plan.gpu.name, "gib": plan.gpu.gib, "count": plan.config.trainer.devices},
+        "gpu": {
+            "name": plan.gpu.name,
+            "gib": plan.gpu.gib,
+            "count": plan.config.trainer.devices,
+            "of_trainers": plan.config.training_devices,
+            "of_engines": plan.config.engine_devices,
+        },
         "parameters": {"all": sizes.parameters, "trained": sizes.trained, "adapters": sizes.adapters},
         "fits": memory.fits,
         "why_not": memory.short,
         "phases": {
             phase.name: {
+                "gpus_of": phase.side,
                 "total_gib": round(phase.total / gib, 3),
                 "torch_gib": round(phase.of_torch / gib, 3),
                 "limit_gib": round(phase.limit / gib, 3),
@@ -145,6 +169,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rollout_batch_size_in_one_wave": plan.one_wave,
         "seconds": {name: round(value, 2) for name, value in seconds.phases.items()}
         | {"step": round(seconds.step, 2), "save_checkpoint": round(seconds.save, 2)},
+        "idle_seconds": {side: round(value, 2) for side, value in seconds.idle.items()},
+        "better_split": plan.split
+        and {"cluster.rollout_devices": plan.split.rollout_devices, "step_seconds": round(plan.split.step, 2)},
         "steps": seconds.steps,
         "run_seconds": None if seconds.run is None else round(seconds.run),
         "assumptions": {

@@ -51,7 +51,7 @@ def engine_of(config: Config, gpu: Gpu, sizes: ModelSizes) -> Engine:
     """vLLM on each GPU of a run. Its work is an estimate: a pass of `max_num_batched_tokens`, and sampling."""
     rollout = config.worker.rollout
     size = DTYPES[rollout.dtype].itemsize
-    parallel = min(rollout.tensor_parallel_size, config.trainer.devices)
+    parallel = min(rollout.tensor_parallel_size, config.engine_devices)
     share = rollout.gpu_memory_utilization * gpu.bytes
     weights = size * sizes.parameters / parallel
     sequences = max_sequences(config)

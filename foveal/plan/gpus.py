@@ -39,30 +39,41 @@ class Gpu:
 
 
 GPUS = [
+    Gpu("3090-24", 23.6, 0.94e12, 20e9),
     Gpu("4090-24", 23.5, 1.01e12, 20e9),
     Gpu("a100-40", 39.4, 1.56e12, 240e9),
+    Gpu("l20-48", 44.4, 0.86e12, 20e9),
     Gpu("l40-48", 44.4, 0.86e12, 20e9),
     Gpu("a100-80", 79.1, 2.04e12, 240e9),
+    Gpu("a800-80", 79.1, 2.04e12, 160e9),
     Gpu("h100-80", 79.1, 3.35e12, 360e9),
+    Gpu("h800-80", 79.1, 3.35e12, 160e9),
+    Gpu("h20-96", 95.6, 4.0e12, 360e9),
     Gpu("h200-141", 139.8, 4.8e12, 360e9),
 ]
 BY_SIZE = {"24": "4090-24", "40": "a100-40", "48": "l40-48", "80": "h100-80", "141": "h200-141"}
 """What a number of gigabytes alone stands for; these are also those of the table."""
+_MAKERS = {"nvidia", "geforce", "rtx", "tesla"}
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name as `h100-80`, or of a number of gigabytes.
+    """The GPU of a name as `h100-80`, `H100 80GB` or `RTX 4090`, or of a number of gigabytes.
 
     Raises:
-        ConfigError: it isn't known; lists those that are.
+        ConfigError: it isn't known, or several are meant; lists those that are.
     """
-    name = text.strip().lower().removesuffix("gb")
-    for gpu in GPUS:
-        if gpu.name == BY_SIZE.get(name, name):
-            return gpu
+    words = [word for word in re.split(r"[\s_-]+", text.strip().lower()) if word not in _MAKERS]
+    name = "-".join(words).removesuffix("gb").removesuffix("-")
+    name = BY_SIZE.get(name, name)
+    alike = [gpu for gpu in GPUS if name in (gpu.name, gpu.name.split("-")[0])]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        raise ConfigError(f"--gpu: {text!r} given, of which there are {' and '.join(gpu.name for gpu in alike)}.")
     raise ConfigError(
         f"--gpu: {text!r} given; allowed: {', '.join(gpu.name for gpu in GPUS)}, or a number of gigabytes: "
-        f"{', '.join(BY_SIZE)}."
+        f"{', '.join(BY_SIZE)}. For another GPU take one of as much memory or less; how many there are is "
+        "trainer.n_gpus_per_node."
     )
 
 

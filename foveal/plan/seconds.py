@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from foveal.cluster.room import shards
 from foveal.config import Config
 from foveal.config.schema_model import TrainedConfig
 from foveal.models.flops import Work
+from foveal.models.memory import decoder_block
 from foveal.plan.engine import Engine
 from foveal.plan.gpus import Gpu
-from foveal.plan.memory import Memory, Role, actor_sizes, critic_sizes
+from foveal.plan.memory import Memory, actor_sizes, critic_sizes
 from foveal.plan.rows import Lengths, pack, work_of
 from foveal.plan.sizes import ModelSizes
+from foveal.plan.trained import Role, sums_at_end
 from foveal.train.credit import needs_old_logprobs
 
 # Parts of the peak rate of matrix products, from benchmarks/results/train_engine_*.json; selective is in between.
@@ -31,7 +34,8 @@ _HOST_RATE = 25e9
 _FABRIC = 40e9
 _DISK_RATE = 1e9
 _OVERLAP = 0.8
-_OPTIMIZER_BYTES, _OPTIMIZER_RATE = 14, 0.25
+_OPTIMIZER_BYTES, _OPTIMIZER_RATE, _HOST_OPTIMIZER_RATE = 14, 0.25, 20e9
+_ALL_REDUCE_SECONDS = 15e-6  # of a small tensor among the GPUs of an engine; there are two in a layer
 
 ASSUMPTIONS = [
     f"passes reach {_UPDATE[True]:.0%} (checkpointed) to {_UPDATE[False]:.0%} (not) of the GPU's bf16 peak with "
@@ -39,6 +43,7 @@ ASSUMPTIONS = [
     "to two thirds",
     f"decoding reaches {_DECODE:.0%} of memory and matrix rates and takes {1e6 * _SAMPLE_SECONDS:.0f} µs an answer and "
     "token besides; it ends with the longest answer",
+    f"an engine's GPUs wait {1e6 * _ALL_REDUCE_SECONDS:.0f} µs for each other twice a layer and token",
     f"the host is reached with {_HOST_RATE / 1e9:.0f} GB/s, other machines with {_FABRIC / 1e9:.0f} GB/s a GPU, the "
     f"disk with {_DISK_RATE / 1e9:.0f} GB/s; {_OVERLAP:.0%} of what GPUs send each other hides behind computation",
     "rewards and data keep up with sampling; validation and the first step's compilation are not counted",
@@ -51,6 +56,7 @@ class Seconds:
 
     Attributes:
         phases: of a step.
+        apart: engines have GPUs of their own, and ahead: they sample the next step's answers while this step's train.
         save: of one checkpoint.
         start: until the first step.
         steps: of the run; None where that depends on rows that nobody counted.
@@ -58,6 +64,8 @@ class Seconds:
     """
 
     phases: dict[str, float]
+    apart: bool
+    ahead: bool
     save: float
     start: float
     steps: int | None
@@ -65,8 +73,23 @@ class Seconds:
     assumptions: list[str] = field(default_factory=lambda: list(ASSUMPTIONS))
 
     @property
+    def training(self) -> float:
+        """Of a step, without sampling and new weights."""
+        return sum(value for name, value in self.phases.items() if name not in ("gen", "hand over"))
+
+    @property
     def step(self) -> float:
-        return sum(self.phases.values())
+        if not self.ahead:
+            return sum(self.phases.values())
+        return max(self.phases["gen"], self.training) + self.phases["hand over"]
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Seconds of a step in which either side's GPUs wait, where each has its own (`perf/idle_s/…`)."""
+        if not self.apart:
+            return {}
+        busy = {"trainer": self.training, "engine": self.phases["gen"]}
+        return {side: self.step - self.phases["hand over"] - seconds for side, seconds in busy.items()}
 
     @property
     def run(self) -> float | None:
@@ -84,7 +107,8 @@ def plan_seconds(config: Config, gpu: Gpu, lengths: Lengths, memory: Memory) -> 
     phases: dict[str, float] = {}
     if memory.engine:
         phases["gen"] = _vllm(config, gpu, lengths, sizes, memory.engine)
-        phases["hand over"] = _HAND_OVER_SECONDS + 2 * sizes.parameters / _HAND_OVER_RATE
+        rate = min(_HAND_OVER_RATE, gpu.link) if trainer.devices > 1 else _HAND_OVER_RATE
+        phases["hand over"] = _HAND_OVER_SECONDS + 2 * sizes.parameters / rate
     else:
         phases["gen"] = _own_module(config, gpu, lengths, sizes)
     offloaded = memory.host.get("offloaded", 0.0)
@@ -106,6 +130,8 @@ def plan_seconds(config: Config, gpu: Gpu, lengths: Lengths, memory: Memory) -> 
     saves = 1 if steps is None or trainer.save_freq <= 0 else math.ceil(steps / trainer.save_freq)
     return Seconds(
         phases,
+        apart=config.cluster.rollout_devices > 0,
+        ahead=trainer.async_rollout and config.cluster.rollout_devices > 0,
         save=memory.saved / (_HOST_RATE if trainer.async_save else _DISK_RATE),
         start=150.0 if memory.engine else 30.0,
         steps=steps,
@@ -114,7 +140,7 @@ def plan_seconds(config: Config, gpu: Gpu, lengths: Lengths, memory: Memory) -> 
 
 
 def _vllm(config: Config, gpu: Gpu, lengths: Lengths, sizes: ModelSizes, engine: Engine) -> float:
-    engines = max(config.trainer.devices // engine.tensor_parallel, 1)
+    engines = max(config.engine_devices // engine.tensor_parallel, 1)
     groups = math.ceil(config.data.rollout_batch_size / engines)
     n, mean, longest = config.worker.rollout.n, lengths.mean_answer, lengths.answer
     of_prompt = Work(lengths.prompt, lengths.prompt**2 // 2, 0, lengths.grids())
@@ -129,7 +155,8 @@ def _vllm(config: Config, gpu: Gpu, lengths: Lengths, sizes: ModelSizes, engine:
     read = engine.weights * engine.tensor_parallel + opened * context * sizes.key_bytes
     moving = read / engine.tensor_parallel / gpu.bandwidth
     products = opened * sizes.flops.forward(Work(1, context, 1)) / peak
-    return prefill + steps * ((moving + products) / _DECODE + opened * _SAMPLE_SECONDS)
+    waiting = 2 * sizes.text.num_hidden_layers * _ALL_REDUCE_SECONDS * (engine.tensor_parallel > 1)
+    return prefill + steps * ((moving + products) / _DECODE + opened * _SAMPLE_SECONDS + waiting)
 
 
 def _own_module(config: Config, gpu: Gpu, lengths: Lengths, sizes: ModelSizes) -> float:
@@ -154,37 +181,68 @@ class _Pass:
     ) -> None:
         self.config, self.gpu, self.lengths, self.sizes, self.keys = config, gpu, lengths, sizes, keys
         self.budgets = memory.budgets[role]
-        self.devices = config.trainer.devices
+        self.devices, self.sharing = config.training_devices, keys.ulysses_size
+        self.shards = shards(keys.fsdp, self.devices)
         self.groups = config.data.rollout_batch_size / self.devices
-        self.work = work_of(config, lengths, self.groups)
+        self.teams = max(self.devices // self.sharing, 1)
+        work = work_of(config, lengths, self.groups)
+        # Devices that share a sequence run the vision tower each over all of its pictures.
+        self.work = replace(work, grids=work.grids * self.sharing)
         self.rate = gpu.peak * (1.0 if config.worker.actor.use_torch_compile else _EAGER)
         self.experts = bool(getattr(sizes.text, "num_experts", 0))
 
     def without_gradient(self) -> float:
         rate = self.rate * _FORWARD * (_EXPERTS["forward"] if self.experts else 1)
-        passes = pack(self.config, self.lengths, math.ceil(self.groups), max(self.budgets[1], 1)).passes
-        return self._with_others(self.sizes.flops.forward(self.work) / rate, passes, sums=0)
+        groups = math.ceil(self.config.data.rollout_batch_size / self.teams)
+        passes = pack(self.config, self.lengths, groups, max(self.budgets[1], 1)).passes
+        return self._with_others(self.sizes.flops.forward(self.work) / rate, passes)
 
     def update(self) -> float:
         actor, prompts = self.keys, self.config.data.rollout_batch_size
         checkpointing = actor.model.enable_gradient_checkpointing
         rate = self.rate * _UPDATE[checkpointing] * (_EXPERTS["update"] if self.experts else 1)
         steps = math.ceil(prompts / actor.global_batch_size)
-        groups = math.ceil(min(actor.global_batch_size, prompts) / self.devices)
-        passes = pack(self.config, self.lengths, groups, max(self.budgets[0], 1)).passes
-        once = self._with_others(self.sizes.flops.training(self.work) / rate, steps * passes, sums=1)
+        groups = math.ceil(min(actor.global_batch_size, prompts) / self.teams)
+        passes = steps * pack(self.config, self.lengths, groups, max(self.budgets[0], 1)).passes
+        sums = steps if sums_at_end(actor, self.sizes, self.gpu) else passes
+        once = self._with_others(self.sizes.flops.training(self.work) / rate, passes, sums)
         if actor.model.activation_offload:
             once *= 1.3
-        stepping = _OPTIMIZER_BYTES * self.sizes.trained / self.devices / (_OPTIMIZER_RATE * self.gpu.bandwidth)
+        on_host = actor.fsdp.enable_cpu_offload and self.devices > 1
+        rate = _HOST_OPTIMIZER_RATE if on_host else _OPTIMIZER_RATE * self.gpu.bandwidth
+        stepping = _OPTIMIZER_BYTES * self.sizes.trained / self.shards / rate
         return actor.ppo_epochs * (once + steps * stepping)
 
-    def _with_others(self, computing: float, passes: int, *, sums: int) -> float:
-        """Weights are gathered in the forward and again in the backward pass, gradients summed once a pass."""
+    def _with_others(self, computing: float, passes: int, sums: int = 0) -> float:
+        """Weights are gathered in the forward pass and, unless they stay, again in the backward pass.
+
+        Args:
+            sums: how often gradients are summed; 0 for passes without gradient.
+        """
         if self.devices == 1:
             return computing
-        nodes = self.config.trainer.nnodes
-        local = self.config.trainer.n_gpus_per_node
-        gathers = 2 * self.sizes.parameters * (1 + sums) + 4 * self.sizes.trained * sums
-        of_byte = (local - 1) / local / self.gpu.link + (nodes - 1) / nodes / _FABRIC / local
-        talking = passes * gathers * of_byte
+        fsdp, sizes, sharing = self.keys.fsdp, self.sizes, self.sharing
+        gathers = passes * (2 if sums and fsdp.enable_full_shard else 1)
+        whole = 2 * (sizes.parameters - sizes.whole)
+        talking = (gathers * whole + sums * 4 * sizes.trained) * self._seconds_of_byte(self.shards)
+        copies = self.devices // self.shards
+        if copies > 1:  # what a device has of the sums, there and back
+            talking += sums * 2 * 4 * sizes.trained / self.shards * self._seconds_of_byte(copies, self.shards)
+        if sharing > 1:  # queries, keys and values, and what attention makes of them; in the backward pass too
+            block = decoder_block(sizes.config)
+            exchanged = 2 * self.work.tokens * block.count * (2 * block.queries + 2 * block.keys) * (3 if sums else 1)
+            talking += exchanged * self._seconds_of_byte(sharing)
+        if fsdp.enable_cpu_offload:
+            talking += gathers * whole / self.shards / _HOST_RATE
         return computing + max((1 - _OVERLAP) * talking, talking - computing)
+
+    def _seconds_of_byte(self, group: int, stride: int = 1) -> float:
+        """For each byte that every device of a group has in the end, of which each brings its part.
+
+        Args:
+            stride: between the group's devices; 1 where they are neighbours.
+        """
+        per_node = self.config.trainer.n_gpus_per_node
+        local = min(group, max(per_node // stride, 1))
+        nodes = math.ceil(group / local)
+        return (local - 1) / local / self.gpu.link + (nodes - 1) / nodes / _FABRIC / local

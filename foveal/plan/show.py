@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from foveal.cluster.room import KEPT_FREE
+from foveal.config import Config
 from foveal.plan.cures import KINDS, MOST_TOGETHER, Cure
-from foveal.plan.memory import actor_sizes
+from foveal.plan.memory import Side, actor_sizes
 from foveal.track.lines import duration
 
 if TYPE_CHECKING:
     from foveal.plan.command import Plan
 
 _GIB = 2**30
-_OF_A_KIND = 2
+_OF_A_KIND = 3
 _NAMES = {
     "gen": "rollout",
     "old": "log-probabilities",
@@ -33,12 +35,15 @@ _NAMES = {
 def show(plan: Plan) -> str:
     """One kind of GPU: memory by phase and part, what fits, cures, times, assumptions."""
     memory, seconds = plan.memory, plan.seconds
-    lines = [_head(plan), "", _text(_memory_table(plan))]
+    lines = [_head(plan), ""]
+    sides = dict.fromkeys(phase.side for phase in memory.phases)
+    for side in sides:
+        lines += [_text(_memory_table(plan, side)), *([""] if len(sides) > 1 else [])]
     peak = memory.peak
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     lines.append(
         f"{verdict} on {_count(plan)}: {peak.total / _GIB:.1f} of {peak.limit / _GIB:.1f} GiB in the phase that leaves "
-        f"least ({_NAMES[peak.name]}); 3 % of {plan.gpu.gib:g} GiB stay free"
+        f"least ({_NAMES[peak.name]}); {100 * KEPT_FREE:.0f} % of {plan.gpu.gib:g} GiB stay free"
     )
     lines += [f"  {reason}" for reason in memory.short]
     if memory.fits:
@@ -66,7 +71,39 @@ def _how_it_runs(plan: Plan) -> list[str]:
     if memory.host:
         parts = ", ".join(f"{name} {size / _GIB:.0f} GiB" for name, size in memory.host.items())
         lines.append(f"host memory for each GPU: {parts}")
-    return [*lines, "", _text(_time_table(plan)), _run_line(plan)]
+    return [*lines, "", _text(_time_table(plan)), *_who_waits(plan), _run_line(plan)]
+
+
+def _who_waits(plan: Plan) -> list[str]:
+    """How the times of both sides make a step, where engines have GPUs of their own."""
+    seconds, config = plan.seconds, plan.config
+    if not seconds.apart:
+        return []
+    sampling = f"sampling ({_seconds(seconds.phases['gen'])})"
+    training = f"training ({_seconds(seconds.training)})"
+    if seconds.ahead:
+        line = f"{sampling} goes on beside {training}: a step takes the longer one, then weights are handed over"
+    else:
+        line = f"{sampling} and {training} take turns: trainer.async_rollout=true has them at the same time"
+    shares = {side: idle / seconds.step for side, idle in seconds.idle.items()}
+    lines = [line]
+    for side, count in (("engine", config.engine_devices), ("trainer", config.training_devices)):
+        if shares[side] >= 0.005:
+            does = {"engine": "sample", "trainer": "train"}[side]
+            who = f"{count} GPUs that {does} are" if count > 1 else f"GPU that {does}s is"
+            lines.append(f"the {who} idle for {100 * shares[side]:.0f} % of a step")
+    gen = plan.memory.phases[0]
+    if gen.total < 0.9 * gen.limit:
+        lines.append(
+            "nothing else is on a GPU that samples: worker.rollout.gpu_memory_utilization may be 0.9, for "
+            "more answers side by side"
+        )
+    if plan.split is not None:
+        lines.append(
+            f"cluster.rollout_devices={plan.split.rollout_devices} instead of {config.cluster.rollout_devices}: "
+            f"a step of {_seconds(plan.split.step)}"
+        )
+    return lines
 
 
 def compare(plans: list[Plan]) -> str:
@@ -96,8 +133,15 @@ def _head(plan: Plan) -> str:
     kept = "adapters in fp32 on " if sizes.adapters else ""
     return (
         f"{plan.model}: {sizes.parameters:,} weights, {trained}; {kept}{actor.weights_dtype('cuda')} weights, "
-        f"{actor.optim.strategy}; {plan.config.trainer.devices} GPU{'s' * (plan.config.trainer.devices > 1)}"
+        f"{actor.optim.strategy}; {_division(plan.config)}"
     )
+
+
+def _division(config: Config) -> str:
+    devices = config.trainer.devices
+    if config.cluster.rollout_devices:
+        return f"{devices} GPUs, of which {config.training_devices} train and {config.engine_devices} sample"
+    return f"{devices} GPU{'s' * (devices > 1)}"
 
 
 def _count(plan: Plan) -> str:
@@ -105,9 +149,10 @@ def _count(plan: Plan) -> str:
     return f"{plan.gpu.name}" if devices == 1 else f"{devices} × {plan.gpu.name}"
 
 
-def _memory_table(plan: Plan) -> Table:
-    phases = plan.memory.phases
-    table = Table("GiB of a GPU", box=None)
+def _memory_table(plan: Plan, side: Side) -> Table:
+    phases = [phase for phase in plan.memory.phases if phase.side == side]
+    whose = {"both": "GiB of a GPU", "trainers": "GiB of one that trains", "engines": "GiB of one that samples"}
+    table = Table(whose[side], box=None)
     for phase in phases:
         table.add_column(_NAMES[phase.name], justify="right")
     for part in dict.fromkeys(name for phase in phases for name in phase.parts):

@@ -19,6 +19,8 @@ from foveal.models.lora import is_factor
 from foveal.models.lora_setup import empty_adapted
 from foveal.models.parts import freeze_parts, part_of
 from foveal.models.positions import decoder_of
+from foveal.models.vision import vision_tower
+from foveal.train.sharding import whole_weights
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class ModelSizes:
         adapters: weights of these.
         trained: weights that are.
         tower_trained: whether any of the vision tower are.
-        whole: weights that are not spread over devices: those of a vision tower that isn't trained.
+        whole: weights that are not spread over devices: those of the vision tower that aren't trained.
+        tower: all weights of the vision tower and what follows it, as a model that isn't trained has them whole.
         layer: weights of the largest decoder layer.
         embedding: weights of the token embedding, as many as of an output layer.
         tied: the output layer is the embedding.
@@ -44,6 +47,7 @@ class ModelSizes:
     trained: int
     tower_trained: bool
     whole: int
+    tower: int
     layer: int
     embedding: int
     tied: bool
@@ -106,15 +110,16 @@ def _measured(model_json: str, source: str) -> ModelSizes:
         freeze_parts(model, keys)
     named = dict(model.named_parameters())
     adapters = sum(p.numel() for name, p in named.items() if is_factor(name))
-    tower = [p for name, p in named.items() if part_of(name) == "vision"]
+    tower = vision_tower(model)
     embedding = model.get_input_embeddings().weight
     return ModelSizes(
         config=model.config,
         parameters=sum(p.numel() for p in named.values()) - adapters,
         adapters=adapters,
         trained=sum(p.numel() for p in named.values() if p.requires_grad),
-        tower_trained=any(p.requires_grad for p in tower),
-        whole=sum(p.numel() for p in tower) if tower and not any(p.requires_grad for p in tower) else 0,
+        tower_trained=any(p.requires_grad for name, p in named.items() if part_of(name) == "vision"),
+        whole=sum(p.numel() for p in whole_weights(model)),
+        tower=0 if tower is None else sum(p.numel() for name, p in tower.named_parameters() if not is_factor(name)),
         layer=max(_count(layer) for layer in decoder_of(model).layers),
         embedding=embedding.numel(),
         tied=model.get_output_embeddings().weight is embedding,

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from foveal.errors import RewardError
+from foveal.masking import masked
 from foveal.reward.contract import FunctionInfo, FunctionSpec
 from foveal.reward.explain import MODULE_NAME, cure_for, user_traceback
 
@@ -161,8 +162,8 @@ def _check_arguments(found: Callable[..., Any], spec: FunctionSpec, positional: 
         signature.bind(*positional, **spec.kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{spec.label}{signature} does not take {also}the keyword arguments {spec.kwargs}: {error}. They are "
-            "worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions"
+            f"{spec.label}{signature} does not take {also}the keyword arguments {masked(spec.kwargs)}: {error}. They "
+            "are worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions"
         ) from None
 
 

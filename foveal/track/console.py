@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from foveal.masking import without_secrets
 from foveal.track.lines import StepLines, duration
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def _plain(name: str, total: int) -> Callable[[int], None]:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    text = without_secrets(text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")

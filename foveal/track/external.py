@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from foveal.masking import without_secrets
 from foveal.track.backends import Backend, RunInfo
 from foveal.track.console import warn
 from foveal.track.names import LegalNames
@@ -153,18 +152,9 @@ class Background:
 
 def _reason(error: BaseException) -> str:
     """The first line of an error, short enough for one line, and without anybody's key."""
-    lines = _without_keys(str(error)).strip().splitlines()
+    lines = without_secrets(str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _without_keys(text: str) -> str:
-    """Without the passwords of addresses, and without what the environment calls a key, token, password or secret."""
-    text = re.sub(r"://[^/@\s]+@", "://***@", text)
-    for name, value in os.environ.items():
-        if len(value) >= 8 and re.search("KEY|TOKEN|PASSWORD|SECRET", name):
-            text = text.replace(value, "***")
-    return text
 
 
 def close_all(trackers: list[Background], seconds: float = CLOSE_SECONDS) -> None:

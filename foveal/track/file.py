@@ -22,7 +22,7 @@ class RunFiles:
 
     Args:
         run_dir: made when absent.
-        config: the whole configuration as plain values.
+        config: the whole configuration as plain values, without keys and passwords.
 
     Raises:
         ConfigError: the folder cannot be written to.

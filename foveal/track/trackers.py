@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from foveal.config import Config
+from foveal.masking import masked
 from foveal.track.backends import BACKENDS, RunInfo
 from foveal.track.console import note, warn
 from foveal.track.external import Background, close_all
@@ -37,7 +38,7 @@ class Trackers:
     def __init__(
         self, config: Config, run_dir: Path, resume_step: int = 0, run_ids: dict[str, str] | None = None
     ) -> None:
-        values = config.model_dump(mode="json")
+        values = masked(config.model_dump(mode="json"))
         self._files = RunFiles(run_dir, values)
         self.log_file = self._files.log_file
         self._ids = _RunIds(run_dir / "trackers.json", resume_step, run_ids)

@@ -157,6 +157,11 @@ def is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
+def whole_weights(model: nn.Module) -> set[nn.Parameter]:
+    """The weights that `shard` leaves whole in every process."""
+    return _whole(model, _units(model))
+
+
 def _units(model: Any) -> list[nn.Module]:
     """What is gathered on its own."""
     tower = vision_tower(model)

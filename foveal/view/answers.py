@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,9 @@ FINISHES = ("stop", "length", "abort")
 _INDEXED = ["row", "group", "overall", "advantage", "length", "finish_reason"]
 _TEXTS = ["uid", "prompt", "response", "ground_truth", "images", "media", "rewards", "role", "answer"]
 _TOKENS = ["token_ids", "logprobs", "trainer_logprobs", "entropies"]
+_SEARCHED = ["response", "prompt", "ground_truth"]
+LONGEST_TEXT = 200
+"""Characters that are searched for."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Filter:
     Attributes:
         right: of those whose reward is at least `threshold`, "yes"; of the others, "no".
         finish: a finish reason.
+        text: stands in the prompt, the answer or the ground truth, in large or small letters.
     """
 
     split: str = ""
@@ -53,6 +57,7 @@ class Filter:
     right: Literal["", "yes", "no"] = ""
     threshold: float = 0.5
     finish: str = ""
+    text: str = ""
     sort: str = "newest"
 
     @classmethod
@@ -61,7 +66,9 @@ class Filter:
         values: dict[str, Any] = {}
         for field in fields(cls):
             text = given.get(field.name, "").strip()
-            if field.name in _CHOICES:
+            if field.name == "text":
+                values["text"] = text[:LONGEST_TEXT]
+            elif field.name in _CHOICES:
                 if text in _CHOICES[field.name]:
                     values[field.name] = text
             elif text and (value := _finite(text)) is not None:
@@ -180,11 +187,25 @@ class Index:
             kept &= (columns["overall"] >= np.float32(wanted.threshold)) == (wanted.right == "yes")
         if wanted.finish:
             kept &= columns["finish_reason"] == FINISHES.index(wanted.finish)
+        if wanted.text:
+            kept &= self._with_text(wanted.text, kept)
         numbers = np.flatnonzero(kept)
         column, down = SORTS[wanted.sort]
         values = columns[column][numbers].astype(np.float64)
         values = np.where(np.isnan(values), np.inf, -values if down else values)  # those without a value come last
         return numbers[np.argsort(values, kind="stable")]
+
+    def _with_text(self, text: str, among: np.ndarray) -> np.ndarray:
+        """(N,) bool: which answers have it; only files are read that hold some of `among`, (N,) bool."""
+        spans = {name: slice(start, start + self._parts[name].size) for name, start in self._starts.items()}
+        parts = [self._parts[name] for name, span in spans.items() if among[span].any()]
+        held = np.zeros(len(self), dtype=bool)
+        with ThreadPoolExecutor(2) as pool:
+            for part, found in zip(
+                parts, pool.map(lambda part: _search(part.path, part.stamp, text), parts), strict=True
+            ):
+                held[spans[part.path.name]][found[found < part.size]] = True
+        return held
 
     def follow(self, split: str, row: int) -> np.ndarray:
         """(M,) int64: the numbers of the answers to one row of the data, by step."""
@@ -259,6 +280,21 @@ def _read_part(path: Path, stamp: tuple[int, int]) -> Part:
     except (OSError, pa.ArrowException, KeyError):
         kept = None
     return Part(path, found[1], int(found[2]), stamp, kept)
+
+
+@lru_cache(20_000)
+def _search(path: Path, stamp: tuple[int, int], text: str) -> np.ndarray:
+    """(M,) int64: the rows of a file, of this stamp, that hold the text; none of one that cannot be read."""
+    held = np.zeros(0, dtype=bool)
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            table = file.read(columns=_SEARCHED, use_threads=False)
+        for name in _SEARCHED:
+            found = pc.fill_null(pc.match_substring(table[name], text, ignore_case=True), False).to_numpy()
+            held = found if not held.size else held | found
+    except (OSError, pa.ArrowException, KeyError):  # replaced, removed or damaged since
+        pass
+    return np.flatnonzero(held)
 
 
 def _join(parts: list[Part], sizes: list[int], starts: np.ndarray) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foveal.errors import ConfigError
+from foveal.masking import masked
 from foveal.track.file import CONFIG_FILE, LOG_FILE, RunLog, dotted
 from foveal.track.sample_files import ANSWERS
 from foveal.types import Metrics
@@ -68,10 +69,11 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Dotted key → value; empty where the folder has no readable configuration."""
+        """Dotted key → value, secrets masked; empty where the folder has no readable configuration."""
         try:
             values = json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            return dict(dotted(values)) if isinstance(values, dict) else {}
+            # runs of older versions have them in their files
+            return dict(dotted(masked(values))) if isinstance(values, dict) else {}
         except (OSError, ValueError, RecursionError):
             return {}
 

@@ -19,7 +19,7 @@ class RunInfo:
     """What a tracker is told about the run.
 
     Attributes:
-        config: the whole configuration as plain values.
+        config: the whole configuration as plain values, without keys and passwords.
         resume_step: steps that are already done; 0 for a new run.
         run_id: the tracker's own name for the run that is resumed; None for a new one.
     """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
+from foveal.masking import without_secrets
 from foveal.track.backends.base import SAMPLES_KEY, Backend, RunInfo
 from foveal.track.sample_table import sample_pictures
 from foveal.track.samples import Sample
@@ -25,11 +28,14 @@ class SwanLab(Backend):
             more |= {"id": run.run_id, "resume": "allow"}
         if folder := os.environ.get("SWANLAB_DIR"):
             more["log_dir"] = folder
+        settings: dict[str, Any] = {"interactive": False}  # never a question on the terminal
+        if _command_holds_secrets():
+            settings["probe"] = {"runtime": False}  # which uploads the command line
         self._run = swanlab.init(
             project=run.project,
             name=run.experiment,
             config=run.config,
-            settings=swanlab.Settings(interactive=False),  # never a question on the terminal
+            settings=swanlab.Settings(**settings),
             **more,
         )
         return str(self._run.id)
@@ -48,3 +54,11 @@ class SwanLab(Backend):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _command_holds_secrets() -> bool:
+    try:
+        command = Path("/proc/self/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # no Linux
+        command = " ".join(sys.argv)
+    return without_secrets(command) != command

@@ -60,15 +60,23 @@ function frame(parent, title, name) {
   return box;
 }
 
-function plot(box, height, options, data) {
+// The steps of a chart; a lone one stands in the middle.
+function around(made, first, last) {
+  const steps = made.data[0];
+  return steps.length === 1 ? [steps[0] - 0.5, steps[0] + 0.5] : [first, last];
+}
+
+// In a legend nothing stands beside a name until a step is pointed at.
+function plot(box, height, series, data, scales = { x: { time: false, range: around } }) {
+  const all = [{ label: "step", value: (made, step) => step ?? "" }, ...series];
   const made = new uPlot(
     {
       width: Math.max(200, box.clientWidth - 26),
       height,
-      scales: { x: { time: false } },
+      scales,
       axes: axes(),
-      legend: { markers: { width: 0, fill: (made, index) => options.series[index].stroke } },
-      ...options,
+      legend: { markers: { width: 0, fill: (made, index) => all[index].stroke } },
+      series: all,
     },
     data,
     box,
@@ -87,9 +95,9 @@ function drawCurve(parent, chart, window) {
     width: 1.6,
     spanGaps: true,
     points: { show: few, size: 5, fill: runColour(one.colour) },
-    value: (made, value) => readable(value),
+    value: (made, value, place, index) => (index === null ? "" : readable(value)),
   }));
-  plot(box, 210, { series: [{ label: "step" }, ...series] }, data);
+  plot(box, 210, series, data);
 }
 
 function drawTimes(parent, times) {
@@ -113,14 +121,14 @@ function drawTimes(parent, times) {
     width: 0,
     paths: bars,
     points: { show: false },
-    value: (made, value, seriesIndex, index) => (index === null ? "–" : readable(part.y[index]) + " s"),
+    value: (made, value, seriesIndex, index) => (index === null ? "" : readable(part.y[index]) + " s"),
   }));
   const highest = Math.max(...below);
   const scales = {
     x: { time: false, range: [times.x[0] - 0.6, times.x[times.x.length - 1] + 0.6] },
     y: { range: [0, highest * 1.05 || 1] },
   };
-  plot(box, 300, { scales, series: [{ label: "step" }, ...series] }, [times.x, ...stacked.map(({ top }) => top)]);
+  plot(box, 300, series, [times.x, ...stacked.map(({ top }) => top)], scales);
 }
 
 function draw(data) {

@@ -1,0 +1,87 @@
+"""Keys, tokens and passwords stay in the process: `***` stands for them in whatever leaves it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MASK = "***"
+_SECRET_NAME = re.compile(
+    r"(^|[-_.])((api|access|secret|private|auth)[-_]?keys?|token|bearer|passwd|passphrase"
+    r"|(password|secret|credential|authorization)s?)$",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
+_USER = re.compile(r"://[^/@\s]+@")
+_QUERY = re.compile(r"([?&][\w-]*(?:key|token|password|secret|signature|credential|sig)=)[^&\s'\"]+", re.IGNORECASE)
+_KNOWN_KINDS = re.compile(r"\b(sk-|hf_|gh[opsu]_|github_pat_|glpat-)[\w-]{16,}")
+"""Keys that give themselves away, of OpenAI, Hugging Face, GitHub and GitLab."""
+_SHORTEST = 8
+"""Characters of a value that is looked for in texts: shorter ones are parts of ordinary words."""
+
+_remembered: set[str] = set()
+
+
+def remember(values: Any) -> None:
+    """Makes `without_secrets` leave out the secrets of this configuration, too."""
+    _remembered.update(text for text in _secrets(values) if len(text) >= _SHORTEST)
+
+
+def masked(values: Any, *, secret: bool = False) -> Any:
+    """Plain values (mappings, lists, numbers, texts) with `MASK` in place of what their keys' names call a secret.
+
+    Args:
+        secret: whether these values are one as a whole.
+    """
+    if isinstance(values, dict):
+        return {key: masked(value, secret=secret or is_secret(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [masked(value, secret=secret) for value in values]
+    if secret and values not in (None, "") and not isinstance(values, bool):
+        return MASK
+    return without_secrets(values) if isinstance(values, str) else values
+
+
+def without_secrets(text: str) -> str:
+    """The text without names and passwords in addresses, well-known kinds of keys, what `remember` was given, and the
+    values of environment variables whose names end with KEY, TOKEN, PASSWORD or SECRET."""
+    text = _USER.sub(f"://{MASK}@", text)
+    text = _QUERY.sub(rf"\1{MASK}", text)
+    text = _KNOWN_KINDS.sub(MASK, text)
+    variables = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    known = {value for value in variables if len(value) >= _SHORTEST} | _remembered
+    for value in sorted(known, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return text
+
+
+def is_secret(name: Any) -> bool:
+    """Whether a key of this name, as `api_key`, `hubToken` or `Authorization`, holds a secret."""
+    return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name))))
+
+
+def written(text: str) -> str:
+    """YAML that cannot be read, as a user wrote it, or `MASK` where it may hold a secret."""
+    return MASK if any(map(is_secret, re.findall(r"[\w-]+", text))) else without_secrets(text)
+
+
+def masks(values: Any, name: str = "") -> Iterator[str]:
+    """Yields the dotted names of values that were masked when they were written."""
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from masks(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, str) and (values == MASK or f"://{MASK}@" in values):
+        yield name
+
+
+def _secrets(values: Any, secret: bool = False) -> Iterator[str]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _secrets(value, secret or is_secret(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _secrets(value, secret)
+    elif secret and values is not None and not isinstance(values, bool):
+        yield str(values)
