@@ -33,7 +33,7 @@ from foveal.train.peers import Peers
 from foveal.train.policy import Policy
 from foveal.train.scorer import Reference, StartScorer, TokenScorer
 from foveal.train.scoring import Packer
-from foveal.train.sharding import device_mesh, mixed_precision, shard, sums_at_end
+from foveal.train.sharding import device_mesh, gathers_once, mixed_precision, shard, sums_at_end
 from foveal.types import Group
 from tests.lora_support import shake
 from tests.random_groups import random_groups
@@ -91,7 +91,8 @@ def policy_of(case: Case, *, sharded: bool) -> Policy:
     elif config.algorithm.kl_penalty == "full":
         reference = _scorer(case, config.worker.ref.fsdp, sharded=sharded, checkpointing=False, trained=False)
     at_end = sums_at_end(scorer, actor.fsdp, mixed_precision(actor.fsdp, CPU), CPU)
-    peers = Peers(scorer, CPU, sums_at_end=at_end) if sharded else None
+    once = gathers_once(scorer, actor.fsdp, CPU)
+    peers = Peers(scorer, CPU, sums_at_end=at_end, gathers_once=once) if sharded else None
     packer = Packer(BUDGET, True, PromptLayouts(scorer.model, lambda p: p.features or {}), CPU, peers=peers)
     policy = Policy(config, scorer, packer, packer, reference)
     if not case.adam:  # whose steps hide the size of a gradient

@@ -104,7 +104,7 @@ def updated(folder: Path, rank: int | None = None) -> Outcome:
         policy.scorer.ulysses = Ulysses(everyone(), policy.model)
         alone = [dist.new_group([number]) for number in range(WORLD)][rank]
         assert isinstance(alone, dist.ProcessGroup)
-        policy.packer.peers = Peers(policy.scorer, CPU, sums_at_end=True, group=alone)
+        policy.packer.peers = Peers(policy.scorer, CPU, sums_at_end=True, gathers_once=False, group=alone)
     return trained(case, policy)
 
 

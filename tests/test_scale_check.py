@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.scale_check import bases, compared, measured_in, predicted
 from benchmarks.scale_model import hand_over_seconds
+from foveal.plan.seconds import GATHER_SECONDS, SUM_SECONDS
 
 HAND_OVER = hand_over_seconds("3B")
 CONSTANT = 500 * 0.004  # 500 decode steps: 8 GB of weights at 4 TB/s, and 2 ms
@@ -16,10 +17,13 @@ REST = 0.3
 DRIVER = (32 * 128 * 5 * 500 + 2 * 128 * 400_000) / 5e9
 PERFECT = 1e30
 OF_GROUP = 560 + 5 * 500
+UNITS = 36 + 32 + 1  # layers, vision blocks, the rest with the tied embedding
+GATHER, SUM = UNITS * GATHER_SECONDS, UNITS * SUM_SECONDS
 
 
 def side(**layout: Any) -> dict[str, Any]:
-    one = {"gpus": 2, "engine_gpus": 0, "tensor_parallel": 1, "ahead": False, "prompts": 128, "optimizer_steps": 4}
+    one: dict[str, Any] = {"settings": []}
+    one |= {"gpus": 2, "engine_gpus": 0, "tensor_parallel": 1, "ahead": False, "prompts": 128, "optimizer_steps": 4}
     return one | {"medians": {}, "pass_tokens": 32 * OF_GROUP} | layout
 
 
@@ -30,6 +34,7 @@ def alone(gen: float, **layout: Any) -> dict[str, Any]:
 
 def record(network: float = PERFECT, **sides: dict[str, Any]) -> dict[str, Any]:
     about = {"model": "3B", "parameters": 4e9, "prompt_tokens": 560, "response_tokens": 500, "n": 5}
+    about |= {"settings": [], "gather_weights": "layer"}
     found = {"one": alone(HAND_OVER + CONSTANT + ANSWERS), **sides}
     return about | {"network": {"all_gather": network}, "sides": found}
 
@@ -46,15 +51,33 @@ def test_one_gpu_takes_what_it_took() -> None:
 def test_two_gpus_halve_what_goes_with_answers() -> None:
     found = predicted(record(), side())
     assert found["gen"] == pytest.approx(HAND_OVER + CONSTANT + ANSWERS / 2)
-    assert (found["old"], found["update"], found["reward"]) == pytest.approx((2.0, 8.0, 0.1))
-    assert found["step"] == pytest.approx(found["gen"] + 2 + 8 + 0.1 + 0.2 + REST + DRIVER)
+    # 64 groups are one pass, 16 of each optimizer step as well
+    assert found["old"] == pytest.approx(2 + GATHER) and found["update"] == pytest.approx(8 + 4 * (2 * GATHER + SUM))
+    assert found["reward"] == pytest.approx(0.1)
+    assert found["step"] == pytest.approx(found["gen"] + found["old"] + found["update"] + 0.1 + 0.2 + REST + DRIVER)
+
+
+def test_weights_are_gathered_as_a_side_says_or_the_record() -> None:
+    once = side(settings=["worker.actor.fsdp.gather_weights=step"])
+    layer, step = predicted(record(), side()), predicted(record(), once)
+    assert layer["update"] - step["update"] == pytest.approx(4 * GATHER)
+    assert layer["old"] == step["old"]  # a single pass
+
+
+def test_passes_of_a_budget_that_was_set_are_alike_with_and_without_gradient() -> None:
+    measured = record()
+    assert (measured_in(measured).old_groups, measured_in(measured).update_groups) == (7 * 32, 32)
+    measured["settings"] = ["worker.actor.token_budget=100000"]
+    assert measured_in(measured).old_groups == 32
 
 
 def test_a_slow_network_shows_where_computing_does_not_hide_it() -> None:
     """Half of 8 GB at 4 GB/s: a gathering takes one second."""
     found = predicted(record(network=4e9), side())
-    assert found["old"] == pytest.approx(2 + 0.2)
-    assert found["update"] == pytest.approx(4 * (2 + 2))  # an optimizer step computes for 2 s and talks for 4
+    assert found["old"] == pytest.approx(2 + 0.2 + GATHER)
+    assert found["update"] == pytest.approx(
+        4 * (2 + 2 + 2 * GATHER + SUM)
+    )  # an optimizer step computes for 2 s and talks for 4
     assert found["gen"] == pytest.approx(HAND_OVER + 1 + CONSTANT + ANSWERS / 2)
 
 

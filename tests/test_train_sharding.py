@@ -29,7 +29,15 @@ from tests.sharding_support import CPU, Case, Outcome, critic_trained, in_proces
 FAMILY_CASES = ("qwen2_5_vl", "qwen3_vl", "qwen2_5_vl in float32")
 HUB = " of the hub"
 LOADED = (*FAMILIES, "qwen3_vl_moe" + HUB)
-OTHER_CASES = ("two copies", "weights kept gathered", "weights in host memory", "frozen tower", "exact KL", "critic")
+OTHER_CASES = (
+    "two copies",
+    "weights gathered by layer",
+    "weights not sharded",
+    "weights in host memory",
+    "frozen tower",
+    "exact KL",
+    "critic",
+)
 
 
 def cases_in(folder: Path) -> dict[str, Case]:
@@ -40,8 +48,11 @@ def cases_in(folder: Path) -> dict[str, Case]:
         "qwen3_vl": Case(qwen3),
         "qwen2_5_vl in float32": Case(qwen25, torch.float32),
         "two copies": Case(qwen3, overrides=(f"{fsdp}.fsdp_size=1",)),
-        "weights kept gathered": Case(
-            qwen3, overrides=(f"{fsdp}.enable_full_shard=false", f"{fsdp}.gradient_sync=every")
+        "weights gathered by layer": Case(
+            qwen3, overrides=(f"{fsdp}.gather_weights=layer", f"{fsdp}.gradient_sync=every")
+        ),
+        "weights not sharded": Case(
+            qwen25, overrides=(f"{fsdp}.enable_full_shard=false", f"{fsdp}.gradient_sync=every")
         ),
         "weights in host memory": Case(
             qwen3,

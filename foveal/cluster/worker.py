@@ -239,7 +239,11 @@ class Worker:
             compile_layers(self.critic.scorer.model, vision=_keeps_blocks(critic.model))
 
     def _start_meter(self) -> Meter:
-        meter = Meter(self.device, lambda prompt: [picture.grid for picture in self.layouts(prompt).pictures])
+        meter = Meter(
+            self.device,
+            lambda prompt: [picture.grid for picture in self.layouts(prompt).pictures],
+            absent=lambda: self.engine.asleep_bytes if self.engine else 0,
+        )
         scorers = [self.scorer, self.reference, self.critic.scorer if self.critic else None]
         for scorer in (scorer for scorer in scorers if scorer is not None):
             meter.watch(scorer)
@@ -382,7 +386,7 @@ class Worker:
 
     def start_profile(self, step: int, folder: Path) -> None:
         """Records what is done until `stop_profile`, for files in `folder`."""
-        self.meter.profile = Profile(self.device, folder, step)
+        self.meter.profile = Profile(self.device, folder, step, self.meter.absent)
         if self.engine is not None:
             self.engine.on_step = self.meter.profile.tick
 

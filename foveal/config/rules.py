@@ -119,7 +119,7 @@ def _no_effect_reasons(config: Config, engine: str) -> Iterator[tuple[str, tuple
         yield "vLLM only", tuple(rollout + name for name in names.split())
         yield "the transformers engine samples with these very weights", ("worker.actor.offload.offload_params",)
     if config.training_devices == 1:
-        names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync"
+        names = "enable_ use_orig_params fsdp_size mp_reduce_dtype mp_buffer_dtype gradient_sync gather_weights"
         yield (
             "one process: nothing is sharded",
             tuple(f"{section}fsdp.{name}" for section in sections for name in names.split()),

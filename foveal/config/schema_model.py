@@ -124,7 +124,7 @@ class FsdpConfig(Section):
 
     enable_full_shard: bool = Field(
         default=True,
-        description="Shard the weights too, not only gradients and optimizer states.",
+        description="Shard the weights too, not only gradients and optimizer states; false: `gather_weights: step`.",
     )
     enable_cpu_offload: bool = Field(default=False, description="Keep sharded weights in host memory between uses.")
     enable_rank0_init: bool = Field(
@@ -152,6 +152,13 @@ class FsdpConfig(Section):
         description="When gradients are summed over devices: after `every` micro-batch, or after the `last` of an "
         "optimizer step, which keeps them whole on each device until then. `auto`: the latter where they take at most "
         "a tenth of a device's memory. Results do not depend on it.",
+    )
+    gather_weights: Literal["auto", "layer", "step"] = Field(
+        default="auto",
+        description="How long a device holds the weights that others keep: those of a `layer` until it is computed, "
+        "or all for an optimizer `step`, and for a pass without gradient, which sends far less. `auto`: the latter "
+        "where all take at most 15 % of a device's memory and none wait in host memory (`enable_cpu_offload`). Results "
+        "do not depend on it.",
     )
 
 

@@ -44,6 +44,9 @@ class RolloutEngine(ABC):
     takes_adapters: bool = False
     """Whether it applies a low-rank adapter itself: it then gets the base weights, and the adapter beside them."""
 
+    asleep_bytes: int = 0
+    """What torch counts as the engine's on the device, though nothing is there while it sleeps."""
+
     stop_asked: Callable[[], bool] = staticmethod(lambda: False)
     """Looked at between tokens: true ends `collect` with an EngineError, and leaves answers open."""
 

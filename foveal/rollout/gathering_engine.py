@@ -40,4 +40,4 @@ class GatheringEngine(TransformersEngine):
         gather_all(self._scorer)
 
     def sleep(self) -> None:
-        release_all(self._scorer, self._fsdp)
+        release_all(self._scorer, self._fsdp, self.device)

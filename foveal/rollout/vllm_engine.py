@@ -354,10 +354,13 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             raise EngineError("the engine cannot sleep before it is awake: its cache has no memory yet")
         self._version = self._adapter_version = None
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
         with self._fatal():
             self.core.sleep(2, "abort")
         self._asleep = {"weights", "kv_cache"}
         torch.cuda.empty_cache()
+        self.asleep_bytes = torch.cuda.mem_get_info()[0] - free
 
     def wake(self) -> None:
         """Takes the memory for the weights; that for the cache follows at the next `submit`, when its caller may have
@@ -366,6 +369,7 @@ class VllmEngine(RolloutEngine):
             torch.cuda.empty_cache()  # what the trainer holds in reserve
             with self._fatal():
                 self.core.wake_up(["weights"])
+            self.asleep_bytes = 0
             self._asleep.discard("weights")
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def learning(model: Trained, device: torch.device, role: str) -> Iterator[None]:
     yield
     if not states:  # the peak was without what rests there now
         return
-    gradients = _gradient_bytes(_weights(model.optimizer), device)  # let go of by now
+    gradients = _gradient_bytes(_weights(model.optimizer), device) + _held_bytes(model)  # let go of by now
     free = _unallocated(device) - gradients
     taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device) - gradients
     # of all processes: one that only kept the others company has had passes of a single token
@@ -225,7 +225,8 @@ def _tower(scorer: nn.Module) -> list[nn.Parameter]:
 
 
 def _free_bytes(models: Iterable[Trained], device: torch.device) -> int:
-    """What the device has free, less what is still to come: gradients, optimizer states, features of pictures."""
+    """What the device has free, less what is still to come: gradients, optimizer states, features of pictures, weights
+    that others hold."""
     free = _unallocated(device)
     gradients, states = 0, 0
     for model in models:
@@ -233,7 +234,7 @@ def _free_bytes(models: Iterable[Trained], device: torch.device) -> int:
         if tower and not any(p.requires_grad for p in tower):
             free -= DEVICE_BYTES  # those of one model are still there while another is trained
         weights = _weights(optimizer)
-        gradients = max(gradients, _gradient_bytes(weights, device))
+        gradients = max(gradients, _gradient_bytes(weights, device) + _held_bytes(model))
         if not optimizer.state:
             states += state_bytes(optimizer, weights)
     return free - gradients - states
@@ -253,6 +254,10 @@ def _unallocated(device: torch.device) -> int:
 
 def _gradient_bytes(weights: Iterable[torch.Tensor], device: torch.device) -> int:
     return sum(weight.nbytes for weight in weights if weight.device.type == device.type)
+
+
+def _held_bytes(model: Trained) -> int:
+    return model.packer.peers.held_bytes if model.packer.peers else 0
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -41,14 +41,21 @@ class Meter:
     Args:
         device: whose memory and peak rate count.
         grids: the sizes of a prompt's pictures and videos.
+        absent: bytes that torch counts as taken at the moment, though they are not on the device.
 
     Attributes:
         profile: of the step, where it is to be recorded.
     """
 
-    def __init__(self, device: torch.device, grids: Callable[[Prompt], Iterable[Grid]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        grids: Callable[[Prompt], Iterable[Grid]],
+        absent: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._device = device
         self._grids = grids
+        self.absent = absent
         self._peak_rate = peak_flops(device)
         self._counters: dict[nn.Module, FlopCounter] = {}
         self._starts: dict[nn.Module, FlopCounter] = {}  # by model, without its adapters
@@ -119,7 +126,7 @@ class Meter:
         phase.peer_flops += once * passes
         self._open = phase
         try:
-            with self._profiled(name), self._memory(phase):
+            with self._memory(phase), self._profiled(name):
                 yield
         finally:
             self._open = None
@@ -132,7 +139,7 @@ class Meter:
         def count(group: Group) -> None:
             phase.tokens += sum(len(response.token_ids) for response in group.responses)
 
-        with self._profiled("gen"), self._memory(phase):
+        with self._memory(phase), self._profiled("gen"):
             yield count
 
     def _profiled(self, name: str) -> AbstractContextManager[None]:
@@ -181,16 +188,19 @@ class Meter:
             yield
             return
         self._note_peaks()  # of what ran outside phases, for the run's own
-        torch.cuda.reset_peak_memory_stats(self._device)
         try:
             yield
         finally:
-            phase.peak_bytes = max(phase.peak_bytes, torch.cuda.max_memory_allocated(self._device))
-            self._note_peaks()
+            phase.peak_bytes = max(phase.peak_bytes, self._note_peaks())
 
-    def _note_peaks(self) -> None:
-        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+    def _note_peaks(self) -> int:
+        """The highest memory since the last call, which the run's own learns of."""
+        absent = self.absent()
+        allocated = torch.cuda.max_memory_allocated(self._device) - absent
+        self._allocated = max(self._allocated, allocated)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) - absent)
+        torch.cuda.reset_peak_memory_stats(self._device)  # now, since what is absent changes between phases
+        return allocated
 
 
 def peer_work(group: Group, grids: tuple[Grid, ...]) -> Work:

@@ -14,7 +14,16 @@ from foveal.config.schema_model import FsdpConfig
 from foveal.models.positions import backbone
 from foveal.models.vision import vision_tower
 from foveal.train.packing import Part
-from foveal.train.sharding import device_mesh, is_trained, mixed_precision, shard, sums_at_end
+from foveal.train.sharding import (
+    device_mesh,
+    gathers_once,
+    held_bytes,
+    is_trained,
+    mixed_precision,
+    reshard,
+    shard,
+    sums_at_end,
+)
 from foveal.types import Prompt
 
 
@@ -26,13 +35,23 @@ class Peers:
         device: of this process.
         sums_at_end: gradients wait, whole, for an optimizer step's last micro-batch before they are summed over
             processes: less to send, but memory for all gradients in each; from `sharding.sums_at_end`.
+        gathers_once: weights stay gathered until the end of an optimizer step; from `sharding.gathers_once`.
+        held_bytes: what that takes on the device; from `sharding.held_bytes`.
         group: those that have different answers; None for all.
     """
 
     def __init__(
-        self, scorer: nn.Module, device: torch.device, *, sums_at_end: bool, group: dist.ProcessGroup | None = None
+        self,
+        scorer: nn.Module,
+        device: torch.device,
+        *,
+        sums_at_end: bool,
+        gathers_once: bool,
+        held_bytes: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.sums_at_end = sums_at_end
+        self.held_bytes = held_bytes
+        self._sums_at_end, self._gathers_once = sums_at_end, gathers_once
         self._scorer = scorer
         self._device = device
         self._group = group
@@ -67,7 +86,12 @@ class Peers:
         """Says whether this is the last micro-batch of an optimizer step."""
         if isinstance(self._scorer, FSDPModule):
             self._scorer.set_is_last_backward(last)
-            self._scorer.set_requires_gradient_sync(last or not self.sums_at_end)
+            self._scorer.set_requires_gradient_sync(last or not self._sums_at_end)
+            self._scorer.set_reshard_after_backward(last or not self._gathers_once)
+
+    def after_backward(self) -> None:
+        """After the last micro-batch: also what had no part in its backward pass lets go of the weights of others."""
+        reshard(self._scorer)
 
     def _most(self, values: list[float]) -> list[float]:
         most = torch.tensor(values, device=self._device)
@@ -120,7 +144,11 @@ def spread_with(
     precision = mixed_precision(fsdp, device)
     shard(scorer, fsdp, device_mesh(fsdp, device.type, f"worker.{role}.fsdp"), precision)
     fill(scorer.get_submodule("model"))
-    return Peers(scorer, device, sums_at_end=sums_at_end(scorer, fsdp, precision, device), group=group)
+    chosen = {
+        "sums_at_end": sums_at_end(scorer, fsdp, precision, device),
+        "gathers_once": gathers_once(scorer, fsdp, device),
+    }
+    return Peers(scorer, device, held_bytes=held_bytes(scorer, fsdp, **chosen), group=group, **chosen)
 
 
 def _has_pictures(model: Any, parts: Sequence[Part]) -> bool:

@@ -8,7 +8,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +44,12 @@ class Profile:
         device: whose work is recorded, beside the host's.
         folder: for `step_N.json.gz` and `step_N.txt`.
         step: the trainer's step.
+        absent: as of `Meter`.
     """
 
-    def __init__(self, device: torch.device, folder: Path, step: int) -> None:
+    def __init__(self, device: torch.device, folder: Path, step: int, absent: Callable[[], int] = lambda: 0) -> None:
         self._device = device
+        self._absent = absent
         self._folder = folder
         self._step = step
         self._records: dict[str, PhaseRecord] = {}
@@ -183,7 +185,7 @@ class Profile:
     def _peak_bytes(self) -> int:
         """Of the device's memory within the phase; without a device of the host's, since the process began."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return torch.cuda.max_memory_allocated(self._device) - self._absent()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _device_name(self) -> str:

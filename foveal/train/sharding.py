@@ -31,6 +31,8 @@ from foveal.train.scorer import TokenScorer
 
 GRADIENT_SHARE = 0.1
 """Of a device's memory, that whole gradients may take to be sent less often (`fsdp.gradient_sync=auto`)."""
+WEIGHTS_SHARE = 0.15
+"""The same of whole weights (`fsdp.gather_weights=auto`)."""
 
 
 def device_mesh(fsdp: FsdpConfig, device_type: str, section: str = "worker.actor.fsdp") -> DeviceMesh:
@@ -85,6 +87,7 @@ def shard(scorer: nn.Module, fsdp: FsdpConfig, mesh: DeviceMesh, precision: Mixe
         for parameter in whole:
             parameter.data = parameter.data.to(precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if fsdp.enable_cpu_offload else OffloadPolicy()
+    by_layer = not gathers_once(scorer, fsdp, torch.device(mesh.device_type))
 
     def spread(module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
         fully_shard(
@@ -97,10 +100,10 @@ def shard(scorer: nn.Module, fsdp: FsdpConfig, mesh: DeviceMesh, precision: Mixe
         )
 
     for module in units:
-        spread(module, precision, fsdp.enable_full_shard)
+        spread(module, precision, by_layer)
     for child in scorer.children():
         if child is not model:  # a value head, which is held and computed in a type of its own
-            spread(child, MixedPrecisionPolicy(cast_forward_inputs=False), fsdp.enable_full_shard)
+            spread(child, MixedPrecisionPolicy(cast_forward_inputs=False), by_layer)
     # The root stays gathered after its forward: the backward pass begins with it.
     spread(scorer, precision, None)
     if isinstance(scorer, TokenScorer):
@@ -126,8 +129,34 @@ def sums_at_end(scorer: nn.Module, fsdp: FsdpConfig, precision: MixedPrecisionPo
     return needed <= GRADIENT_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
+def gathers_once(scorer: nn.Module, fsdp: FsdpConfig, device: torch.device) -> bool:
+    """Whether weights, once gathered, stay until the end of an optimizer step or of a pass without gradient."""
+    if fsdp.gather_weights != "auto" or not fsdp.enable_full_shard:
+        return fsdp.gather_weights == "step" or not fsdp.enable_full_shard
+    if fsdp.enable_cpu_offload:  # the device has no room for its own share
+        return False
+    if device.type != "cuda":
+        return True
+    needed = sum(parameter.numel() for parameter in scorer.parameters()) * DTYPES[fsdp.mp_param_dtype].itemsize
+    return needed <= WEIGHTS_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def held_bytes(scorer: nn.Module, fsdp: FsdpConfig, *, gathers_once: bool, sums_at_end: bool) -> int:
+    """Bytes of gathered weights, and of gradients before they are summed, that each process holds at the peak of an
+    optimizer step on CUDA, besides its own shards."""
+    model: Any = scorer.get_submodule("model")
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in _units(model)]
+    output = model.get_output_embeddings()
+    largest = max([*sizes, output.weight.numel() if output is not None else 0])
+    trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
+    # Layer by layer two are there at a time: one is computed while the next is gathered.
+    weights = sum(p.numel() for p in scorer.parameters()) if gathers_once else 2 * largest
+    gradients = trained if sums_at_end else min(largest, trained)
+    return DTYPES[fsdp.mp_param_dtype].itemsize * weights + DTYPES[fsdp.mp_reduce_dtype].itemsize * gradients
+
+
 def reshard(module: nn.Module) -> None:
-    """Lets go of gathered weights that a pass without gradient leaves behind; does nothing where nothing is sharded."""
+    """Lets go of gathered weights that a pass leaves behind; does nothing where nothing is sharded."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -141,15 +170,16 @@ def gather_all(scorer: nn.Module) -> None:
             part.unshard()
 
 
-def release_all(scorer: nn.Module, fsdp: FsdpConfig) -> None:
+def release_all(scorer: nn.Module, fsdp: FsdpConfig, device: torch.device) -> None:
     """Ends what `gather_all` began, before the weights change.
 
     Args:
-        fsdp: that `shard` was given.
+        fsdp, device: of the sharding, as of `gathers_once`.
     """
+    by_layer = not gathers_once(scorer, fsdp, device)
     for part in scorer.modules():
         if isinstance(part, FSDPModule):
-            part.set_reshard_after_forward(fsdp.enable_full_shard and part is not scorer, recurse=False)
+            part.set_reshard_after_forward(by_layer and part is not scorer, recurse=False)
     reshard(scorer)
 
 

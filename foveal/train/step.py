@@ -75,6 +75,8 @@ def optimizer_step(
                 loss.backward()
             for name, value in counted.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+        if peers:
+            peers.after_backward()
         return sums
 
     sums = within_memory(packer, phase, partial(or_eagerly, add_gradients), discard=optimizer.zero_grad)
