@@ -143,7 +143,9 @@ def test_records_of_several_gpus_are_compared_too(tmp_path: Path) -> None:
     found = {"groups": 128, "logprobs_budget": 20_000, "update_budget": 8192, "seconds/old": 6.0}
     found |= {"perf/peak_memory_gb/old": 30.0, "perf/peak_memory_gb/update_actor": 40.0, "seconds/update_actor": 20.0}
     result = {"command": "train_engine.py --models 7B --processes 2", "prompt_tokens": 560.0}
-    (tmp_path / "train_2_gpus_7B.json").write_text(json.dumps(result | {"bf16+full+compile equal": found}))
+    (tmp_path / "train_2_gpus_7B.json").write_text(
+        json.dumps(result | {"bf16+full+compile equal": found, "gather_weights": "layer"})
+    )
     step = {"timing_s/gen": 9.0, "timing_s/update_actor": 5.0, "perf/peak_memory_gb/update_actor": 20.0}
     side = {"settings": ["trainer.n_gpus_per_node=2", "cluster.rollout_devices=1", "trainer.async_rollout=true"]}
     side |= {"prompts": 128, "optimizer_steps": 4, "steps": [step, step], "medians": {"gen": 9, "step": 10}}

@@ -84,10 +84,16 @@ def test_weights_stay_gathered_for_a_step_where_they_take_little_of_the_memory(
 
 
 def test_auto_leaves_room_for_weights_that_stay_gathered(seven: Path) -> None:
-    layer, step = (
-        plan(seven, BF16, *of(2, by, "worker.actor.token_budget=auto")).memory.budgets["actor"] for by in (LAYER, STEP)
-    )
-    assert step[0] < layer[0] and step[1] <= layer[1]
+    auto = "worker.actor.token_budget=auto"
+    layer, step = (plan(seven, BF16, *of(2, by, auto), gpu="80").memory.budgets["actor"] for by in (LAYER, STEP))
+    assert step[0] < layer[0] and step[1] < layer[1]
+
+
+def test_gathering_layer_by_layer_is_a_cure(seven: Path) -> None:
+    """Weights that stay take 14 GiB of 80."""
+    more = ["worker.rollout.gpu_memory_utilization=0.4", "worker.actor.optim.strategy=adamw_8bit"]
+    once = plan(seven, BF16, *of(2, *more, STEP, "worker.actor.token_budget=32768"), gpu="80", cures=True)
+    assert not once.memory.fits and once.cures[0].arguments == [LAYER]
 
 
 def test_narrower_models_reach_a_lower_part_of_the_peak() -> None:

@@ -103,11 +103,13 @@ def test_a_side_with_fewer_prompts_tells_what_does_not_go_with_them() -> None:
 
 
 def test_a_table_says_how_far_off_each_phase_is() -> None:
-    seconds = {"gen": 10.0, "reward": 0.1, "old": 4.0, "update_actor": 8.0, "step": 20.0}
+    seconds = {"gen": 10.0, "reward": 0.1, "old": 4.0, "update_actor": 16.0, "step": 20.0}
     rows = compared(record(two=side(medians=seconds), failed=side()))
     off = {row["phase"]: row["off"] for row in rows}
     assert {row["side"] for row in rows} == {"two"}
-    assert off["old"] == pytest.approx(-0.5) and off["update_actor"] == pytest.approx(0)
+    assert off["old"] == pytest.approx((2 + GATHER) / 4 - 1)
+    assert off["update_actor"] == pytest.approx((8 + 4 * (2 * GATHER + SUM)) / 16 - 1)
+    assert [row["phase"] for row in rows if not row["counts"]] == ["reward"]  # a hundredth of the step
 
 
 def test_nothing_is_predicted_without_a_side_of_one_gpu() -> None:

@@ -193,13 +193,14 @@ def whole_weights(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _units(model: Any) -> list[nn.Module]:
-    """What is gathered on its own."""
+    """What is gathered on its own: each decoder layer, and the vision tower at once, whose blocks are so small that the
+    host would take longer to begin with them than the device to compute them."""
     tower = vision_tower(model)
-    blocks = [] if tower is None else [block for block in tower.get_submodule("blocks").children() if is_trained(block)]
+    towers = [] if tower is None or not any(map(is_trained, tower.get_submodule("blocks").children())) else [tower]
     layers = list(decoder_of(model).layers)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
-    return [*blocks, *layers] if tied else [*blocks, *layers, embedding]
+    return [*towers, *layers] if tied else [*towers, *layers, embedding]
 
 
 def _whole(model: nn.Module, units: list[nn.Module]) -> set[nn.Parameter]:
