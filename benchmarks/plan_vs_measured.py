@@ -77,7 +77,7 @@ def _engine(path: Path, root: Path) -> Iterator[Row]:
     several = re.match(r"train_(\d+)_gpus_", path.stem)
     size = path.stem.removeprefix(several[0] if several else "train_engine_").partition("_")[0]
     if several:
-        options.set = [f"trainer.n_gpus_per_node={several[1]}", *options.set]
+        options.set = [f"trainer.n_gpus_per_node={several[1]}", *_gathering(result), *options.set]
     layers = re.search(r"_(\d+)_layers", path.stem)
     folder = _model(root, size, int(layers[1]) if layers else None)
     lengths = {"prompt": int(result["prompt_tokens"]), "visual": VISUAL[size]}
@@ -190,6 +190,7 @@ def _several(path: Path, root: Path) -> Iterator[Row]:
                 "worker.rollout.name=vllm",
                 "worker.rollout.tensor_parallel_size=1",
                 f"worker.rollout.n={result['n']}",
+                *_gathering(result),
                 *result["settings"],
                 *side["settings"],
             ]
@@ -207,6 +208,11 @@ def _several(path: Path, root: Path) -> Iterator[Row]:
             if steps and all(f"timing_s/{phase_name}" in step for step in steps):
                 yield Row(path.name, name, phase_name, side["medians"][phase_name], planned, "s")
         yield Row(path.name, name, "step", side["medians"]["step"], plan.seconds.step, "s")
+
+
+def _gathering(result: dict[str, Any]) -> list[str]:
+    """`gather_weights` says how records that are older than the setting did it."""
+    return [f"worker.actor.fsdp.gather_weights={result['gather_weights']}"] if "gather_weights" in result else []
 
 
 def _has(step: dict[str, float], phase: str) -> bool:

@@ -13,10 +13,12 @@ Assumptions:
    sampling). The longest answer of all decides when the phase ends. Prefill is proportional to prompts.
 2. The passes are proportional to tokens. Whole groups are dealt out by cost, largest first, to the rank with the
    least; the slowest rank decides. Each optimizer step ends with all.
-3. Weights are fully sharded over all GPUs (FSDP2). Each micro-batch gathers them in the forward and again in the
-   backward pass; gradients are summed once for each micro-batch. Communication hides behind computation as far as
-   `overlap` of it goes; what is left adds to the phase. A node's GPUs talk over NVLink; among nodes each GPU has a
-   share of the network, which carries (nodes − 1) / nodes of the bytes.
+3. Weights are fully sharded over all GPUs (FSDP2). They are gathered once for the passes without gradient and once for
+   each optimizer step where they take little enough memory (`gather_weights`), else in each micro-batch's forward and
+   again in its backward pass; gradients are summed once for each micro-batch. Communication hides behind computation as
+   far as `overlap` of it goes; what is left adds to the phase, and so does the host's time for each module that is
+   gathered or summed on its own. A node's GPUs talk over NVLink; among nodes each GPU has a share of the network, which
+   carries (nodes − 1) / nodes of the bytes.
 4. An optimizer step's own time is divided by the number of GPUs. The hand-over gathers all weights on each GPU and
    adds the measured seconds.
 5. Groups travel through one driver: `BYTES_OF_TOKEN` for each token of an answer and its columns, pictures once in
@@ -28,11 +30,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.real_size import SIZES
+from foveal.plan.gpus import find_gpu
+from foveal.plan.seconds import GATHER_SECONDS, SUM_SECONDS
+from foveal.train.sharding import WEIGHTS_SHARE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BYTES_OF_TOKEN = 32
@@ -44,16 +54,18 @@ class Measured:
     """One GPU's phases, as measured.
 
     Attributes:
-        weights: of the model. answers: sampled side by side in the measured rollout, of `steps` tokens each.
+        weights: of the model. units: its modules that are gathered on their own.
+        answers: sampled side by side in the measured rollout, of `steps` tokens each.
         prefill_seconds: until the first token of all of them. decode_seconds: for the rest.
         constant_step: seconds of a decode step that do not depend on how many answers are open.
-        old_seconds, update_seconds: for `groups` groups; the update without `optimizer_seconds` a step, in passes of
-            `pass_groups` groups.
+        old_seconds, update_seconds: for `groups` groups; the update without `optimizer_seconds` a step.
+        old_groups, update_groups: in a pass.
         hand_over_seconds: wake, all weights, sleep.
     """
 
     name: str
     weights: float
+    units: int
     answers: int
     steps: int
     prefill_seconds: float
@@ -63,7 +75,8 @@ class Measured:
     old_seconds: float
     update_seconds: float
     optimizer_seconds: float
-    pass_groups: int
+    old_groups: int
+    update_groups: int
     hand_over_seconds: float
 
 
@@ -73,6 +86,7 @@ class Work:
 
     Attributes:
         spread: 0 for answers of `tokens` each; else lengths are uniform within (1 ± spread) × tokens.
+        gather_weights: as `worker.actor.fsdp.gather_weights`.
     """
 
     prompts: int = 512
@@ -81,21 +95,30 @@ class Work:
     spread: float = 0.9
     optimizer_steps: int = 4
     picture_bytes: int = 400_000
+    gather_weights: str = "auto"
+
+    def gathers_once(self, weights: float) -> bool:
+        """Whether weights stay gathered for an optimizer step, on H200s."""
+        fits = 2 * weights <= WEIGHTS_SHARE * find_gpu("h200-141").bytes
+        return fits if self.gather_weights == "auto" else self.gather_weights == "step"
 
 
 @dataclass(frozen=True)
 class Network:
-    """Bytes per second of each GPU that reach a use like ours, and how much of it hides behind computation.
+    """Bytes per second of each GPU that reach a use like ours, and how much of it hides behind computation; the host's
+    seconds for each module that is gathered, and whose gradients are summed.
 
-    NVLink of an H100 or H200 moves 450 GB/s in each direction, of which NCCL reaches about 80 %; 400 Gbit/s of network
-    for a GPU are 50 GB/s, of which about 80 % too.
+    NVLink of an H100 or H200 moves 450 GB/s in each direction, of which NCCL reached 244 between two H200s
+    (many_gpus_3B.json); 400 Gbit/s of network for a GPU are 50 GB/s, of which about 80 % are taken to be reached.
     """
 
     gpus_of_node: int = 8
-    nvlink: float = 360e9
+    nvlink: float = 240e9
     fabric: float = 40e9
     overlap: float = 0.8
     driver: float = 5e9
+    unit_gather: float = GATHER_SECONDS
+    unit_sum: float = SUM_SECONDS
 
     def gather_seconds(self, size: float, gpus: int) -> float:
         """Until each GPU has all of `size` bytes that are spread over all."""
@@ -117,6 +140,7 @@ def measured(name: str) -> Measured:
     return Measured(
         name,
         weights,
+        units_of(name),
         answers=1280,
         steps=sampled["output_tokens"] // 1280,
         prefill_seconds=first,
@@ -126,9 +150,17 @@ def measured(name: str) -> Measured:
         old_seconds=phases["seconds/old"],
         update_seconds=phases["seconds/update_actor"] - optimizer_steps * optimizer,
         optimizer_seconds=optimizer,
-        pass_groups=3,
+        old_groups=21,
+        update_groups=3,
         hand_over_seconds=hand_over_seconds(name),
     )
+
+
+def units_of(name: str) -> int:
+    """What FSDP2 gathers on its own of a published size: layers, vision blocks, the token embedding unless it is the
+    output layer, and the rest."""
+    real = SIZES[name]
+    return int(real.text["num_hidden_layers"] + real.vision["depth"] + (not real.tied) + 1)
 
 
 def constant_step(weights: float) -> float:
@@ -147,8 +179,8 @@ def step_seconds(one: Measured, work: Work, network: Network, gpus: int, seed: i
     lengths = _lengths(work, seed)
     found = {
         "rollout": _rollout(one, work, lengths, gpus),
-        "old": _passes(one.old_seconds, one, work, lengths, gpus, network, gathers=1, sums=0),
-        "update": _passes(one.update_seconds, one, work, lengths, gpus, network, gathers=2, sums=1)
+        "old": _passes(one.old_seconds, one, work, lengths, gpus, network, update=False),
+        "update": _passes(one.update_seconds, one, work, lengths, gpus, network, update=True)
         + work.optimizer_steps * one.optimizer_seconds / gpus,
         "hand over": one.hand_over_seconds + network.gather_seconds(2 * one.weights, gpus),
         "driver": (BYTES_OF_TOKEN * float(lengths.sum()) + 2 * work.prompts * work.picture_bytes) / network.driver
@@ -182,13 +214,12 @@ def _passes(
     gpus: int,
     network: Network,
     *,
-    gathers: int,
-    sums: int,
+    update: bool,
 ) -> float:
     prompt = 560  # tokens, of the measured groups
     of_token = seconds / one.groups / (prompt + work.n * one.steps)
     total = 0.0
-    batches = np.array_split(lengths, work.optimizer_steps if sums else 1)
+    batches = np.array_split(lengths, work.optimizer_steps if update else 1)
     for batch in batches:
         costs = np.sort(prompt + batch.sum(1))[::-1]
         loads, counts = np.zeros(gpus), np.zeros(gpus, int)
@@ -197,11 +228,15 @@ def _passes(
             loads[rank] += cost
             counts[rank] += 1
         computing = float(loads.max()) * of_token
-        size = one.pass_groups if sums else 7 * one.pass_groups
-        micro_batches = math.ceil(counts.max() / size)
-        gathering = network.gather_seconds(2 * one.weights, gpus)
-        talking = micro_batches * (gathers + 2 * sums) * gathering if gpus > 1 else 0.0  # gradients in float32
-        total += computing + max((1 - network.overlap) * talking, talking - computing)
+        total += computing
+        if gpus == 1:
+            continue
+        micro_batches = math.ceil(counts.max() / (one.update_groups if update else one.old_groups))
+        gathers = 1 if work.gathers_once(one.weights) else micro_batches * (1 + update)
+        sums = micro_batches * update
+        talking = (gathers + 2 * sums) * network.gather_seconds(2 * one.weights, gpus)  # gradients in float32
+        total += max((1 - network.overlap) * talking, talking - computing)
+        total += one.units * (gathers * network.unit_gather + sums * network.unit_sum)
     return total
 
 

@@ -11,10 +11,11 @@ from foveal.cluster.topology import division_problems
 from foveal.config import Config
 from foveal.plan.engine import Engine, uses_vllm
 from foveal.plan.gpus import Gpu
-from foveal.plan.memory import Memory, plan_memory
+from foveal.plan.memory import Memory, actor_sizes, plan_memory
 from foveal.plan.rows import Lengths
 from foveal.plan.seconds import plan_seconds
 from foveal.plan.splits import possible_splits
+from foveal.plan.trained import gathers_once
 
 Kind: TypeAlias = Literal["same", "precision", "learns otherwise", "more GPUs"]
 KINDS: tuple[Kind, ...] = ("same", "precision", "learns otherwise", "more GPUs")
@@ -78,7 +79,7 @@ def find_cures(config: Config, gpu: Gpu, lengths: Lengths, memory: Memory) -> li
     Args:
         memory: of the configuration as it is.
     """
-    changes = list(_changes(config, memory))
+    changes = list(_changes(config, gpu, memory))
     found: list[Cure] = []
     for count in range(MOST_TOGETHER + 1):
         for several in combinations(changes, count):
@@ -148,11 +149,11 @@ def changed_by(config: Config, changes: tuple[Change, ...]) -> Config:
     return config
 
 
-def _changes(config: Config, memory: Memory) -> Iterator[Change]:
+def _changes(config: Config, gpu: Gpu, memory: Memory) -> Iterator[Change]:
     """Changes that may help, one by one, leaving out those that are there already."""
     for pairs, kind, cost in (
         *_of_sampling(config, memory),
-        *_of_passes(config, memory),
+        *_of_passes(config, gpu, memory),
         *_of_training(config),
         *_of_devices(config, memory),
     ):
@@ -181,13 +182,20 @@ def _of_sampling(config: Config, memory: Memory) -> Iterator[_Wanted]:
         yield away, "same", "weights travel to the host and back each step"
 
 
-def _of_passes(config: Config, memory: Memory) -> Iterator[_Wanted]:
+def _of_passes(config: Config, gpu: Gpu, memory: Memory) -> Iterator[_Wanted]:
     if any(not phase.fits for phase in memory.phases[1:]):
         yield {"worker.actor.token_budget": "auto"}, "same", "passes are as large as fit"
         again = _of_roles(config, "model.enable_gradient_checkpointing", True)
         yield again, "same", "layers are computed twice"
         offloaded = _of_roles(config, "model.activation_offload", True)
         yield offloaded, "same", "activations travel to the host and back"
+        actor = config.worker.actor
+        if (
+            config.training_devices > 1
+            and gathers_once(actor, actor_sizes(config), gpu)
+            and actor.fsdp.enable_full_shard
+        ):
+            yield _of_roles(config, "fsdp.gather_weights", "layer"), "same", "weights are gathered in every pass"
         if config.algorithm.exact_kl_in_loss:
             yield {"algorithm.kl_penalty": "low_var_kl"}, "learns otherwise", "the KL is an estimate"
     limit = config.data.max_response_length

@@ -17,8 +17,8 @@ class Gpu:
         name: as given to `--gpu`.
         gib: of its memory, as torch reports it: less than its name says.
         bandwidth: of its memory, bytes per second, from the vendor's data sheet.
-        link: bytes per second that a GPU gets from the others of its machine: about four fifths of NVLink's or PCI
-            Express's rate in one direction.
+        link: bytes per second that a GPU gets from the others of its machine: a little more than half of NVLink's rate
+            in one direction, as measured between two H200s, or about four fifths of PCI Express's.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Gpu:
 GPUS = [
     Gpu("3090-24", 23.6, 0.94e12, 20e9),
     Gpu("4090-24", 23.5, 1.01e12, 20e9),
-    Gpu("a100-40", 39.4, 1.56e12, 240e9),
+    Gpu("a100-40", 39.4, 1.56e12, 160e9),
     Gpu("l20-48", 44.4, 0.86e12, 20e9),
     Gpu("l40-48", 44.4, 0.86e12, 20e9),
-    Gpu("a100-80", 79.1, 2.04e12, 240e9),
-    Gpu("a800-80", 79.1, 2.04e12, 160e9),
-    Gpu("h100-80", 79.1, 3.35e12, 360e9),
-    Gpu("h800-80", 79.1, 3.35e12, 160e9),
-    Gpu("h20-96", 95.6, 4.0e12, 360e9),
-    Gpu("h200-141", 139.8, 4.8e12, 360e9),
+    Gpu("a100-80", 79.1, 2.04e12, 160e9),
+    Gpu("a800-80", 79.1, 2.04e12, 107e9),
+    Gpu("h100-80", 79.1, 3.35e12, 240e9),
+    Gpu("h800-80", 79.1, 3.35e12, 107e9),
+    Gpu("h20-96", 95.6, 4.0e12, 240e9),
+    Gpu("h200-141", 139.8, 4.8e12, 240e9),
 ]
 BY_SIZE = {"24": "4090-24", "40": "a100-40", "48": "l40-48", "80": "h100-80", "141": "h200-141"}
 """What a number of gigabytes alone stands for; these are also those of the table."""

@@ -15,18 +15,28 @@ from foveal.plan.gpus import Gpu
 from foveal.plan.memory import Memory, actor_sizes, critic_sizes
 from foveal.plan.rows import Lengths, pack, work_of
 from foveal.plan.sizes import ModelSizes
-from foveal.plan.trained import Role, sums_at_end
+from foveal.plan.trained import Role, gathers_once, sums_at_end
 from foveal.train.credit import needs_old_logprobs
 
-# Parts of the peak rate of matrix products, from benchmarks/results/train_engine_*.json; selective is in between.
-_UPDATE = {False: 0.53, "selective": 0.46, True: 0.40}
-_FORWARD = 0.58
+# Parts of the peak rate of matrix products that a 7B's passes reach, from benchmarks/results/train_engine_*.json;
+# selective is in between.
+_UPDATE = {False: 0.56, "selective": 0.48, True: 0.40}
+_FORWARD = 0.59
 _EAGER = 0.8
-_EXPERTS = {"update": 0.67, "forward": 0.53}
+_EXPERTS = {"update": 0.86, "forward": 0.66}
+# Of a layer's time products take a part that grows with its width, since the rest (norms, activation functions,
+# rotations) grows with the width and they with its square: width / (width + _HALF_WIDTH), so that a 3B of 2,048
+# (many_gpus_3B.json) reaches 0.85 of a 7B's rates. Nothing wider than that was measured, and is taken to be no faster.
+_WIDTH, _HALF_WIDTH = 3584, 1160
+_PASS_SECONDS = 0.02  # until the host is ahead of the GPU again; old at 9,400 and at 65,536 tokens a pass
+# The host's, in FSDP2's hooks, for each module that is gathered on its own: what a pass over two GPUs takes longer is
+# the same for 3B (many_gpus_3B.json) and 7B (train_2_gpus_7B.json).
+GATHER_SECONDS, SUM_SECONDS = 0.7e-3, 1.0e-3
 # From benchmarks/results/vllm_rollout_*.json.
 _PREFILL = 0.45
 _DECODE = 0.8
-_SAMPLE_SECONDS = 5e-6  # for each answer in a decode step
+_SAMPLE_SECONDS = 4.7e-6  # for each answer in a decode step
+_DECODE_SECONDS = 1e-3  # the host's in a decode step; many_gpus_3B.json too
 _EAGER_LAYER_SECONDS = 1.35e-3  # of a decode step of the trainer's own module, which the host decides
 _HAND_OVER_SECONDS, _HAND_OVER_RATE = 0.3, 25e9
 # Not measured here.
@@ -37,12 +47,21 @@ _OVERLAP = 0.8
 _OPTIMIZER_BYTES, _OPTIMIZER_RATE, _HOST_OPTIMIZER_RATE = 14, 0.25, 20e9
 _ALL_REDUCE_SECONDS = 15e-6  # of a small tensor among the GPUs of an engine; there are two in a layer
 
+
+def of_width(width: int) -> float:
+    """Part of a 7B's rates that a model of this hidden size reaches."""
+    return min(width, _WIDTH) / (min(width, _WIDTH) + _HALF_WIDTH) * (_WIDTH + _HALF_WIDTH) / _WIDTH
+
+
 ASSUMPTIONS = [
-    f"passes reach {_UPDATE[True]:.0%} (checkpointed) to {_UPDATE[False]:.0%} (not) of the GPU's bf16 peak with "
-    f"gradient, {_FORWARD:.0%} without, as on an H200; eager ones {_EAGER:.0%} of that, mixtures of experts half "
-    "to two thirds",
-    f"decoding reaches {_DECODE:.0%} of memory and matrix rates and takes {1e6 * _SAMPLE_SECONDS:.0f} µs an answer and "
-    "token besides; it ends with the longest answer",
+    f"passes of a 7B reach {_UPDATE[True]:.0%} (checkpointed) to {_UPDATE[False]:.0%} (not) of the GPU's bf16 peak "
+    f"with gradient, {_FORWARD:.0%} without, as on an H200; narrower models less, a 3B {of_width(2048):.0%} of that, "
+    f"eager ones {_EAGER:.0%}, mixtures of experts {_EXPERTS['update']:.0%} and {_EXPERTS['forward']:.0%}; a pass "
+    f"takes {1e3 * _PASS_SECONDS:.0f} ms besides",
+    f"with several GPUs each layer and vision block takes the host {1e3 * GATHER_SECONDS:.1f} ms whenever weights are "
+    f"gathered and {1e3 * SUM_SECONDS:.1f} ms when gradients are summed, which hides behind nothing",
+    f"decoding reaches {_DECODE:.0%} of memory and matrix rates and takes {1e3 * _DECODE_SECONDS:.0f} ms a token and "
+    f"{1e6 * _SAMPLE_SECONDS:.1f} µs an answer and token besides; it ends with the longest answer",
     f"an engine's GPUs wait {1e6 * _ALL_REDUCE_SECONDS:.0f} µs for each other twice a layer and token",
     f"the host is reached with {_HOST_RATE / 1e9:.0f} GB/s, other machines with {_FABRIC / 1e9:.0f} GB/s a GPU, the "
     f"disk with {_DISK_RATE / 1e9:.0f} GB/s; {_OVERLAP:.0%} of what GPUs send each other hides behind computation",
@@ -156,7 +175,7 @@ def _vllm(config: Config, gpu: Gpu, lengths: Lengths, sizes: ModelSizes, engine:
     moving = read / engine.tensor_parallel / gpu.bandwidth
     products = opened * sizes.flops.forward(Work(1, context, 1)) / peak
     waiting = 2 * sizes.text.num_hidden_layers * _ALL_REDUCE_SECONDS * (engine.tensor_parallel > 1)
-    return prefill + steps * ((moving + products) / _DECODE + opened * _SAMPLE_SECONDS + waiting)
+    return prefill + steps * ((moving + products) / _DECODE + opened * _SAMPLE_SECONDS + _DECODE_SECONDS + waiting)
 
 
 def _own_module(config: Config, gpu: Gpu, lengths: Lengths, sizes: ModelSizes) -> float:
@@ -188,14 +207,17 @@ class _Pass:
         work = work_of(config, lengths, self.groups)
         # Devices that share a sequence run the vision tower each over all of its pictures.
         self.work = replace(work, grids=work.grids * self.sharing)
-        self.rate = gpu.peak * (1.0 if config.worker.actor.use_torch_compile else _EAGER)
+        self.rate = gpu.peak * of_width(sizes.text.hidden_size)
+        self.rate *= 1.0 if config.worker.actor.use_torch_compile else _EAGER
+        self.gathers_once = gathers_once(keys, sizes, gpu)
         self.experts = bool(getattr(sizes.text, "num_experts", 0))
 
     def without_gradient(self) -> float:
         rate = self.rate * _FORWARD * (_EXPERTS["forward"] if self.experts else 1)
         groups = math.ceil(self.config.data.rollout_batch_size / self.teams)
         passes = pack(self.config, self.lengths, groups, max(self.budgets[1], 1)).passes
-        return self._with_others(self.sizes.flops.forward(self.work) / rate, passes)
+        computing = self.sizes.flops.forward(self.work) / rate + passes * _PASS_SECONDS
+        return self._with_others(computing, 1 if self.gathers_once else passes)
 
     def update(self) -> float:
         actor, prompts = self.keys, self.config.data.rollout_batch_size
@@ -205,7 +227,8 @@ class _Pass:
         groups = math.ceil(min(actor.global_batch_size, prompts) / self.teams)
         passes = steps * pack(self.config, self.lengths, groups, max(self.budgets[0], 1)).passes
         sums = steps if sums_at_end(actor, self.sizes, self.gpu) else passes
-        once = self._with_others(self.sizes.flops.training(self.work) / rate, passes, sums)
+        computing = self.sizes.flops.training(self.work) / rate + passes * _PASS_SECONDS
+        once = self._with_others(computing, steps if self.gathers_once else 2 * passes, sums)
         if actor.model.activation_offload:
             once *= 1.3
         on_host = actor.fsdp.enable_cpu_offload and self.devices > 1
@@ -213,16 +236,16 @@ class _Pass:
         stepping = _OPTIMIZER_BYTES * self.sizes.trained / self.shards / rate
         return actor.ppo_epochs * (once + steps * stepping)
 
-    def _with_others(self, computing: float, passes: int, sums: int = 0) -> float:
-        """Weights are gathered in the forward pass and, unless they stay, again in the backward pass.
+    def _with_others(self, computing: float, gathers: int, sums: int = 0) -> float:
+        """With what the GPUs send each other.
 
         Args:
+            gathers: how often weights are gathered.
             sums: how often gradients are summed; 0 for passes without gradient.
         """
         if self.devices == 1:
             return computing
         fsdp, sizes, sharing = self.keys.fsdp, self.sizes, self.sharing
-        gathers = passes * (2 if sums and fsdp.enable_full_shard else 1)
         whole = 2 * (sizes.parameters - sizes.whole)
         talking = (gathers * whole + sums * 4 * sizes.trained) * self._seconds_of_byte(self.shards)
         copies = self.devices // self.shards
@@ -234,7 +257,8 @@ class _Pass:
             talking += exchanged * self._seconds_of_byte(sharing)
         if fsdp.enable_cpu_offload:
             talking += gathers * whole / self.shards / _HOST_RATE
-        return computing + max((1 - _OVERLAP) * talking, talking - computing)
+        hooks = sizes.units * (gathers * GATHER_SECONDS + sums * SUM_SECONDS)
+        return computing + hooks + max((1 - _OVERLAP) * talking, talking - computing)
 
     def _seconds_of_byte(self, group: int, stride: int = 1) -> float:
         """For each byte that every device of a group has in the end, of which each brings its part.

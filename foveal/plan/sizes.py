@@ -20,7 +20,7 @@ from foveal.models.lora_setup import empty_adapted
 from foveal.models.parts import freeze_parts, part_of
 from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
-from foveal.train.sharding import whole_weights
+from foveal.train.sharding import is_trained, whole_weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class ModelSizes:
         layer: weights of the largest decoder layer.
         embedding: weights of the token embedding, as many as of an output layer.
         tied: the output layer is the embedding.
+        units: modules that are gathered on their own where the model is spread over devices (`sharding.shard`).
         flops: counts operations.
     """
 
@@ -51,6 +52,7 @@ class ModelSizes:
     layer: int
     embedding: int
     tied: bool
+    units: int
     flops: FlopCounter
 
     @property
@@ -111,7 +113,10 @@ def _measured(model_json: str, source: str) -> ModelSizes:
     named = dict(model.named_parameters())
     adapters = sum(p.numel() for name, p in named.items() if is_factor(name))
     tower = vision_tower(model)
+    blocks = [] if tower is None else [block for block in tower.get_submodule("blocks").children() if is_trained(block)]
+    layers = decoder_of(model).layers
     embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
     return ModelSizes(
         config=model.config,
         parameters=sum(p.numel() for p in named.values()) - adapters,
@@ -120,9 +125,10 @@ def _measured(model_json: str, source: str) -> ModelSizes:
         tower_trained=any(p.requires_grad for name, p in named.items() if part_of(name) == "vision"),
         whole=sum(p.numel() for p in whole_weights(model)),
         tower=0 if tower is None else sum(p.numel() for name, p in tower.named_parameters() if not is_factor(name)),
-        layer=max(_count(layer) for layer in decoder_of(model).layers),
+        layer=max(_count(layer) for layer in layers),
         embedding=embedding.numel(),
-        tied=model.get_output_embeddings().weight is embedding,
+        tied=tied,
+        units=len(blocks) + len(layers) + (not tied) + 1,
         flops=FlopCounter(model),
     )
 

@@ -17,7 +17,7 @@ from foveal.plan.gpus import Gpu
 from foveal.plan.rows import Lengths, Packed, pack
 from foveal.plan.sizes import ModelSizes
 from foveal.train.budget import MOST, compiles_head, how_computed, largest_passes
-from foveal.train.sharding import GRADIENT_SHARE
+from foveal.train.sharding import GRADIENT_SHARE, WEIGHTS_SHARE
 
 Role: TypeAlias = Literal["actor", "critic"]
 Parts: TypeAlias = dict[str, float]
@@ -79,7 +79,7 @@ class Trained:
             config,
             self.sizes.config,
             how,
-            free,
+            free - sum(self._gathered(summed=False).values()),
             parameters=self.sizes.parameters,
             tower_trained=self.sizes.tower_trained,
         )
@@ -180,13 +180,13 @@ class Trained:
         return {"casts": self.compute * max(kept, self.layer + self.sizes.embedding)}
 
     def _gathered(self, *, summed: bool = True) -> Parts:
-        """Weights of other GPUs while a layer runs, the next one's with them, and what stays gathered; and the layer's
-        gradients on their way to the others."""
+        """Weights of other GPUs: all of them, or a layer's while it runs, the next one's with them, and what stays
+        gathered; and the layer's gradients on their way to the others."""
         if not self.sharded:
             return {}
         trained_share = self.sizes.trained / self.sizes.parameters
         sums = (self.layer + self.sizes.embedding) * self.reduce * trained_share * summed
-        if not self.keys.fsdp.enable_full_shard:
+        if gathers_once(self.keys, self.sizes, self.gpu):
             return {"gathered": self.gathered_whole + sums}
         return {"gathered": self.compute * (2 * self.layer + self.sizes.embedding) + sums}
 
@@ -196,6 +196,15 @@ def sums_at_end(keys: TrainedConfig, sizes: ModelSizes, gpu: Gpu) -> bool:
     chosen = keys.fsdp.gradient_sync
     fits = sizes.trained * DTYPES[keys.fsdp.mp_reduce_dtype].itemsize <= GRADIENT_SHARE * gpu.bytes
     return fits if chosen == "auto" else chosen == "last"
+
+
+def gathers_once(keys: TrainedConfig, sizes: ModelSizes, gpu: Gpu) -> bool:
+    """Whether weights stay gathered until an optimizer step or a pass without gradient ends (`fsdp.gather_weights`)."""
+    fsdp = keys.fsdp
+    if fsdp.gather_weights != "auto" or not fsdp.enable_full_shard:
+        return fsdp.gather_weights == "step" or not fsdp.enable_full_shard
+    whole = (sizes.parameters + sizes.adapters) * DTYPES[fsdp.mp_param_dtype].itemsize
+    return not fsdp.enable_cpu_offload and whole <= WEIGHTS_SHARE * gpu.bytes
 
 
 def largest_tokens(taken: Callable[[int], float], free: float, margin: float = 1.0) -> int:
