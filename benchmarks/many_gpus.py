@@ -125,7 +125,11 @@ def run_side(folder: Path, arguments: list[str], limit: float) -> dict[str, Any]
     folder.mkdir()
     command = [sys.executable, __file__, "--train", str(folder), *arguments]
     # A cluster of its own, whatever else runs on this host.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_ADDRESS": "local",
+    }
     output = folder / "output.txt"
     began = time.time()
     with output.open("w") as file:

@@ -177,7 +177,11 @@ def main() -> None:
             own = [*arguments, f"trainer.save_checkpoint_path={root / side}"]
             out = root / f"{side}.json"
             command = [sys.executable, __file__, "--side", side, "--out", str(out), *own]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+            subprocess.run(
+                command,
+                check=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            )
             log = root / side / "experiment_log.jsonl"
             records[side] = [json.loads(line) for line in log.read_text().splitlines()]
             result[side] = json.loads(out.read_text())

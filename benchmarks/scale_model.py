@@ -157,10 +157,10 @@ def measured(name: str) -> Measured:
 
 
 def units_of(name: str) -> int:
-    """What FSDP2 gathers on its own of a published size: layers, vision blocks, the token embedding unless it is the
+    """What FSDP2 gathers on its own of a published size: layers, the vision tower, the token embedding unless it is the
     output layer, and the rest."""
     real = SIZES[name]
-    return int(real.text["num_hidden_layers"] + real.vision["depth"] + (not real.tied) + 1)
+    return int(real.text["num_hidden_layers"] + 1 + (not real.tied) + 1)
 
 
 def constant_step(weights: float) -> float:

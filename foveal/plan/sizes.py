@@ -128,7 +128,7 @@ def _measured(model_json: str, source: str) -> ModelSizes:
         layer=max(_count(layer) for layer in layers),
         embedding=embedding.numel(),
         tied=tied,
-        units=len(blocks) + len(layers) + (not tied) + 1,
+        units=len(layers) + (blocks != []) + (not tied) + 1,
         flops=FlopCounter(model),
     )
 
