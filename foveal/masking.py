@@ -13,11 +13,20 @@ _SECRET_NAME = re.compile(
     r"|(password|secret|credential|authorization)s?)$",
     re.IGNORECASE,
 )
+_TEXT_TOKEN = re.compile(
+    r"(^|[-_.])(bos|eos|pad|unk|sep|cls|mask|begin|start|end|stop|open|close|text|turn|think|answer|tool|special|image"
+    r"|video|vision|audio|box|placeholder|first|last|next|new|max|min|num|per)[-_]?token$",
+    re.IGNORECASE,
+)
+"""Tokens of a text, and counts of them."""
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
-_USER = re.compile(r"://[^/@\s]+@")
+_USER = re.compile(r"://[^/\s'\"]+@")
 _QUERY = re.compile(r"([?&][\w-]*(?:key|token|password|secret|signature|credential|sig)=)[^&\s'\"]+", re.IGNORECASE)
-_KNOWN_KINDS = re.compile(r"\b(sk-|hf_|gh[opsu]_|github_pat_|glpat-)[\w-]{16,}")
-"""Keys that give themselves away, of OpenAI, Hugging Face, GitHub and GitLab."""
+_KNOWN_KINDS = re.compile(
+    r"\b(sk-[\w-]*?[^\W_]{20,}[\w-]*|hf_[^\W_]{30,}|gh[opsu]_[^\W_]{36,}|github_pat_\w{36,}|glpat-[\w-]{20,})"
+)
+"""Keys that give themselves away, of OpenAI, Hugging Face, GitHub and GitLab; names of folders may begin alike."""
+_LEFT_OUT = re.compile(rf"(^|[\s=/]){re.escape(MASK)}($|[@&])")
 _SHORTEST = 8
 """Characters of a value that is looked for in texts: shorter ones are parts of ordinary words."""
 
@@ -59,11 +68,12 @@ def without_secrets(text: str) -> str:
 
 def is_secret(name: Any) -> bool:
     """Whether a key of this name, as `api_key`, `hubToken` or `Authorization`, holds a secret."""
-    return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name))))
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name))
+    return bool(_SECRET_NAME.search(name)) and not _TEXT_TOKEN.search(name)
 
 
 def written(text: str) -> str:
-    """YAML that cannot be read, as a user wrote it, or `MASK` where it may hold a secret."""
+    """A part of a command line, or YAML that cannot be read, as a user wrote it; `MASK` where it may hold a secret."""
     return MASK if any(map(is_secret, re.findall(r"[\w-]+", text))) else without_secrets(text)
 
 
@@ -72,7 +82,7 @@ def masks(values: Any, name: str = "") -> Iterator[str]:
     if isinstance(values, dict | list):
         for key, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from masks(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, str) and (values == MASK or f"://{MASK}@" in values):
+    elif isinstance(values, str) and _LEFT_OUT.search(values):
         yield name
 
 

@@ -16,7 +16,7 @@ from foveal.cli import main
 from foveal.config import load_config, render
 from foveal.config.keys import known_keys
 from foveal.errors import ConfigError
-from foveal.masking import is_secret, masked, without_secrets
+from foveal.masking import is_secret, masked, masks, without_secrets, written
 from foveal.resume import check_settings, saved_settings
 from foveal.view.app import make_app
 from foveal.view.export import export
@@ -48,7 +48,8 @@ def test_names_of_secrets(name: str) -> None:
 
 
 def test_ordinary_names_are_shown() -> None:
-    ordinary = ["api_key_env", "max_tokens", "token_budget", "tokenizer", "answer_key", "monkey", "key", *known_keys()]
+    ordinary = ["api_key_env", "max_tokens", "token_budget", "tokenizer_path", "answer_key", "monkey", "key"]
+    ordinary += ["end_token", "eos_token", "imageToken", "image_pad_token", "cost_per_token", *known_keys()]
     assert [name for name in ordinary if is_secret(name)] == []
 
 
@@ -60,6 +61,7 @@ def test_ordinary_names_are_shown() -> None:
         ({"credentials": {"user": "me", "list": ["a", 7]}}, {"credentials": {"user": "***", "list": ["***", "***"]}}),
         ({"token": None, "password": "", "secret": 1234}, {"token": None, "password": "", "secret": "***"}),
         ({"url": "https://me:pw@host/v1?x=1&api_key=abc"}, {"url": "https://***@host/v1?x=1&api_key=***"}),
+        ({"url": "https://me:p@w@host"}, {"url": "https://***@host"}),
         ({"url": "http://localhost:8000/v1", "at": "a@b"}, {"url": "http://localhost:8000/v1", "at": "a@b"}),
     ],
 )
@@ -72,8 +74,19 @@ def test_texts_lose_what_the_environment_calls_a_key_and_kinds_that_are_well_kno
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "fromtheenvironment")
     monkeypatch.setenv("MONKEY_HOUSE", "thereandback")
-    text = "fromtheenvironment thereandback sk-0123456789abcdefXYZ task-0123456789abcdefXYZ"
-    assert without_secrets(text) == "*** thereandback *** task-0123456789abcdefXYZ"
+    key = "0123456789abcdefXYZ" * 2
+    text = f"fromtheenvironment thereandback sk-{key} hf_{key} task-{key}"
+    assert without_secrets(text) == f"*** thereandback *** *** task-{key}"
+
+
+@pytest.mark.parametrize("path", ["/models/hf_qwen2_5_vl_7b_instruct_and_more", "runs/sk-learn-baseline-2026-number-2"])
+def test_names_that_begin_as_keys_do_are_shown(path: str) -> None:
+    assert without_secrets(path) == path
+
+
+def test_a_value_of_which_a_part_was_masked_is_asked_for_and_a_line_of_stars_is_not() -> None:
+    shown = {"head": "Bearer ***", "url": "http://host?api_key=***&n=1", "text": "a ***bold*** word", "line": "-***-"}
+    assert list(masks(shown)) == ["head", "url"]
 
 
 def test_a_written_configuration_is_masked_and_asks_for_the_value_when_it_is_read(tmp_path: Path) -> None:
@@ -98,6 +111,11 @@ def test_messages_about_the_configuration_do_not_repeat_a_key(argument: str) -> 
     with pytest.raises(ConfigError) as error:
         load_config(["worker.rollout.n=2", argument])
     assert "short" not in str(error.value) and "***" in str(error.value)
+
+
+def test_a_command_line_loses_short_keys_too() -> None:
+    command = ["train", "config=a.yaml", "data.answer_key=answer", f"{KWARGS}={{api_key: short, n: 1}}"]
+    assert list(map(written, command)) == [*command[:-1], "***"]
 
 
 def test_a_key_that_was_changed_is_not_told_and_does_not_refuse_a_checkpoint() -> None:

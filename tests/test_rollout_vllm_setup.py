@@ -184,6 +184,14 @@ def test_the_installed_vllm_knows_every_argument(vlm: Processing, text: Processi
         assert wanted.keys() - known <= {"mm_device_do_normalize"}, "0.25 has no such normalisation to switch off"
 
 
+def test_the_installed_vllm_accepts_what_several_processes_are_started_with(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    model = str(build_tiny(tmp_path, "qwen3"))
+    config = load_config(["worker.rollout.n=2", "worker.rollout.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"])
+    given = engine_arguments(config, load_processing(model), model, "cuda", images=0, processes=2)
+    assert given.compilation_config.pass_config.fuse_allreduce_rms is False
+
+
 @pytest.mark.slow
 def test_the_installed_vllm_accepts_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")

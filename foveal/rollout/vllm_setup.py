@@ -99,9 +99,13 @@ def engine_arguments(
         ConfigError: the installed version lacks an argument that the engine cannot do without, or the processes cannot
             be divided into engines.
     """
+    from vllm.config.compilation import PassConfig
     from vllm.engine.arg_utils import EngineArgs
 
     wanted = wanted_arguments(config, processing, model_path, device_type, images, processes, adapter)
+    if passes := wanted.get("compilation_config", {}).get("pass_config"):
+        for name in passes.keys() - {field.name for field in fields(PassConfig)}:
+            del passes[name]  # a version without a pass needs no word that it is off, and refuses it
     return EngineArgs(**keep_known(wanted, {field.name for field in fields(EngineArgs)}))
 
 

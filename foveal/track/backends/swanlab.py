@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from foveal.masking import without_secrets
+from foveal.masking import written
 from foveal.track.backends.base import SAMPLES_KEY, Backend, RunInfo
 from foveal.track.sample_table import sample_pictures
 from foveal.track.samples import Sample
@@ -61,4 +61,4 @@ def _command_holds_secrets() -> bool:
         command = Path("/proc/self/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:  # no Linux
         command = " ".join(sys.argv)
-    return without_secrets(command) != command
+    return written(command) != command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from foveal.masking import without_secrets
+from foveal.masking import written
 from foveal.track.backends.base import SAMPLES_KEY, Backend, RunInfo
 from foveal.track.sample_table import sample_table
 from foveal.track.samples import Sample
@@ -22,7 +22,7 @@ class Wandb(Backend):
 
         if wandb.setup().settings.mode in ("online", "run") and not _wandb_knows_a_key():
             raise RuntimeError("not logged in")
-        sys.argv[1:] = map(without_secrets, sys.argv[1:])  # the SDK uploads the command line
+        sys.argv[1:] = map(written, sys.argv[1:])  # the SDK uploads the command line
         self._run = wandb.init(
             project=run.project,
             name=run.experiment,
