@@ -449,7 +449,7 @@ def compare(record: Record, path: Path) -> None:
         for phase in (key for key in ours if key.startswith("seconds/") and key in theirs):
             found[f"faster/{phase.removeprefix('seconds/')}"] = theirs[phase] / ours[phase]
         alike = ("seconds/old" in ours) == ("seconds/old" in theirs)  # or old_logprobs are others
-        pairs = list(zip(ours.get("steps", ()), theirs.get("steps", ()), strict=True)) if alike else []
+        pairs = list(zip(ours.get("steps", ()), theirs.get("steps", ()), strict=False)) if alike else []
         for key in COMPARED if pairs else ():
             found[f"difference/{key}"] = max(abs(a[key] - b[key]) / abs(b[key]) for a, b in pairs)
         line = ", ".join(f"{key} {value:.4g}" for key, value in found.items() if key != "file")

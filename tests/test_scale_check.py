@@ -17,7 +17,7 @@ REST = 0.3
 DRIVER = (32 * 128 * 5 * 500 + 2 * 128 * 400_000) / 5e9
 PERFECT = 1e30
 OF_GROUP = 560 + 5 * 500
-UNITS = 36 + 32 + 1  # layers, vision blocks, the rest with the tied embedding
+UNITS = 36 + 1 + 1  # layers, the vision tower, the rest with the tied embedding
 GATHER, SUM = UNITS * GATHER_SECONDS, UNITS * SUM_SECONDS
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.layout import PromptLayouts
-from foveal.train.packing import Pack, Part, build_pack, split_into_packs
+from foveal.train.packing import Pack, Part, build_pack, split_into_packs, store
 from foveal.train.scorer import TokenScorer
 from foveal.types import Group
 from tests.random_groups import naive_logprobs, random_groups
@@ -56,7 +56,7 @@ def packed(
     model.zero_grad()
     for pack in packs_of(model, groups, shared=shared, budget=budget):
         logprobs = scorer(pack).logprobs
-        pack.store("logprobs", logprobs)
+        store(pack.responses, "logprobs", logprobs)
         logprobs.square().sum().backward()
     flat = np.concatenate([r.columns["logprobs"] for g in groups for r in g.responses])
     return torch.from_numpy(flat), gradients(model)

@@ -19,6 +19,7 @@ from foveal.cluster.delivery import Delivery, Inbox, begin_features
 from foveal.cluster.failures import Whereabouts
 from foveal.cluster.transport import PackedResponses, pack_responses
 from foveal.data.processing import Processing
+from foveal.masking import without_secrets
 from foveal.rollout.engine import RolloutEngine
 from foveal.track import console
 from foveal.types import Group, Prompt, Sampling
@@ -115,6 +116,6 @@ class Actor(ABC):
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def _take_line(self, kind: str, text: str) -> None:
-        print(f"{kind}: {text}", flush=True)  # into this process's log
+        print(f"{kind}: {without_secrets(text)}", flush=True)  # into this process's log
         if self.rank == 0 or kind != "note":
             self._lines.append((kind, text))

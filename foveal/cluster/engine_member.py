@@ -11,6 +11,7 @@ from foveal.cluster.actor import Actor
 from foveal.cluster.weight_channel import WeightChannel, take_weights
 from foveal.config import Config
 from foveal.data.processing import Processing
+from foveal.masking import remember
 from foveal.rollout.engine import RolloutEngine
 from foveal.rollout.vllm_engine import start_engine
 from foveal.types import Group, Prompt, Sampling
@@ -36,6 +37,7 @@ class EngineMember(Actor):
             the engine's `dtype` and `takes_adapters`.
         """
         config, self.processing, options = shared
+        remember(config.model_dump())  # for this process's log
         self.join(world, address, threads, timeout)
         self.version = -1
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -17,6 +17,7 @@ from foveal.cluster.weight_channel import WeightChannel, WeightSender
 from foveal.cluster.worker import Worker
 from foveal.config import Config
 from foveal.data.processing import Processing
+from foveal.masking import remember
 from foveal.models.flops import FlopCounter
 from foveal.rollout.engine import RolloutEngine
 from foveal.train.place import Place, take_place
@@ -51,6 +52,7 @@ class Member(Actor):
             what counts the operations of a pass through the policy.
         """
         config, processing, options = shared
+        remember(config.model_dump())  # for this process's log
         self.join(world, address, threads, timeout)
         saving_group()
         place = take_place(team_size(config)) if world > 1 else Place()

@@ -27,7 +27,7 @@ from foveal.train.checkpoint import check_critic
 from foveal.train.forward import autocast, autocast_dtype, source_states
 from foveal.train.layout import PromptLayouts
 from foveal.train.optim import build_optimizer, set_learning_rate
-from foveal.train.packing import Pack
+from foveal.train.packing import Pack, store
 from foveal.train.peers import spread
 from foveal.train.place import Place
 from foveal.train.processes import several_processes
@@ -110,7 +110,7 @@ class Critic:
 
         def value() -> None:
             for pack in self.experience_packer.packs(groups):
-                pack.store("values", self.scorer(pack))
+                store(pack.responses, "values", self.scorer(pack))
 
         within_memory(self.experience_packer, "the critic's values", value)
         reshard(self.scorer)

@@ -77,12 +77,13 @@ class Pack:
         values = _joined([r.logprobs for r in self.responses], np.float32)
         return to_device(torch.from_numpy(values), self.targets.device)
 
-    def store(self, name: str, values: torch.Tensor) -> None:
-        """Writes (N,) values back as a column of each response that has none of that name yet."""
-        flat = values.detach().float().cpu().numpy()
-        ends = np.cumsum([len(r.token_ids) for r in self.responses])
-        for response, piece in zip(self.responses, np.split(flat, ends)[:-1], strict=True):
-            response.columns.setdefault(name, piece.copy())
+
+def store(responses: Sequence[Response], name: str, values: torch.Tensor) -> None:
+    """Writes (N,) values of a pack's tokens back as a column of each of its responses that has none of that name."""
+    flat = values.detach().float().cpu().numpy()
+    ends = np.cumsum([len(r.token_ids) for r in responses])
+    for response, piece in zip(responses, np.split(flat, ends)[:-1], strict=True):
+        response.columns.setdefault(name, piece.copy())
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:

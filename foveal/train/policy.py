@@ -11,7 +11,7 @@ from torch import nn
 from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
 from foveal.train.optim import build_optimizer, set_learning_rate
-from foveal.train.packing import Pack
+from foveal.train.packing import Pack, store
 from foveal.train.scorer import Reference, TokenScorer
 from foveal.train.scoring import Packer, write_logprobs
 from foveal.train.sharding import reshard
@@ -106,12 +106,12 @@ class Policy:
         )
         logprobs = scores.logprobs
         if any("old_logprobs" not in r.columns for r in pack.responses):
-            pack.store("old_logprobs", logprobs)
+            store(pack.responses, "old_logprobs", logprobs)
         elif self._untouched and algorithm.old_logprobs == "rollout":
-            pack.store("trainer_logprobs", logprobs)  # so that the gap to the engine's can be told
+            store(pack.responses, "trainer_logprobs", logprobs)  # so that the gap to the engine's can be told
         assert scores.entropy is not None
         if self._untouched and self.config.trainer.log_training_samples:
-            pack.store("entropies", scores.entropy)
+            store(pack.responses, "entropies", scores.entropy)
         old, lengths = pack.column("old_logprobs"), pack.lengths
         mask = torch.ones_like(logprobs, dtype=torch.bool)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from foveal.train.layout import PromptLayouts
-from foveal.train.packing import Pack, Part, build_pack, split_into_packs
+from foveal.train.packing import Pack, Part, build_pack, split_into_packs, store
 from foveal.train.peers import Peers
 from foveal.train.retry import within_memory
 from foveal.train.scorer import Reference
 from foveal.train.sharding import reshard
-from foveal.types import Group
+from foveal.types import Group, Response
 
 
 @dataclass
@@ -66,14 +66,14 @@ def write_logprobs(scorer: Reference, packer: Packer, groups: Sequence[Group], c
     scorer.eval()
 
     def score() -> None:
-        scored: tuple[Pack, torch.Tensor] | None = None
+        scored: tuple[list[Response], torch.Tensor] | None = None
         for pack in packer.packs(groups):
             logprobs = scorer(pack).logprobs
             if scored is not None:  # read only now: the device computes on while the host builds the next pack
-                scored[0].store(column, scored[1])
-            scored = pack, logprobs
+                store(scored[0], column, scored[1])
+            scored = pack.responses, logprobs
         if scored is not None:
-            scored[0].store(column, scored[1])
+            store(scored[0], column, scored[1])
 
     within_memory(packer, f"the pass for {column}", score)
     reshard(scorer)
