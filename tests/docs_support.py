@@ -39,9 +39,19 @@ def blocks(document: str) -> list[Block]:
     return [Block(language, title, textwrap.dedent(text)) for _, language, title, text in found]
 
 
+def prose(document: str) -> str:
+    """The page without its blocks."""
+    return _BLOCK.sub("", text_of(document))
+
+
 def inline_code(document: str) -> list[str]:
     """Texts between backticks outside of blocks, line breaks as blanks."""
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", _BLOCK.sub("", text_of(document)))]
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(document))]
+
+
+def links(document: str) -> list[str]:
+    """What links and pictures outside of blocks point to, with anchors."""
+    return re.findall(r"\]\(([^)\s]+)\)", prose(document))
 
 
 def commands(document: str) -> list[list[str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from foveal.config.keys import known_keys
 from scripts.docs_screenshots import MOST_BYTES, PICTURES
-from tests.docs_support import DOCUMENTS, ROOT, text_of
+from tests.docs_support import DOCUMENTS, ROOT, links, text_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def test_site_builds_without_a_warning_in_both_languages(site: Path) -> None:
 
 
 def test_a_page_without_a_translation_is_shown_in_english(site: Path) -> None:
-    assert (site / "zh" / "algorithms" / "index.html").is_file()
+    assert not (ROOT / "docs" / "zh" / "configuration.md").exists()
+    assert (site / "zh" / "configuration" / "index.html").is_file()
 
 
 def test_links_out_of_the_pages_become_paths(site: Path) -> None:
@@ -49,8 +50,14 @@ def test_pages_ask_no_other_server(site: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text_of(document)) if "://" not in link]
-    assert [link for link in links if not ((ROOT / document).parent / link).exists()] == []
+    files = [link.partition("#")[0] for link in links(document) if "://" not in link]
+    assert [file for file in files if not ((ROOT / document).parent / file).exists()] == []
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "zh" in name])
+def test_chinese_pages_lead_to_chinese_ones(document: str) -> None:
+    pages = [((ROOT / document).parent / link.partition("#")[0]).resolve() for link in links(document)]
+    assert [page.name for page in pages if (page.parent / "zh" / page.name).is_file()] == []
 
 
 def test_pictures_of_the_script_are_those_on_the_pages() -> None:

@@ -107,16 +107,18 @@ def test_docker_conda_and_pip_install_what_the_constraints_name() -> None:
     assert "-ubuntu24.04" in instructions()[0][1] and python == "3.12"  # which is that Ubuntu's Python
 
 
+@pytest.mark.parametrize("page", ["install.md", "zh/install.md"])
 @pytest.mark.parametrize("name", ["torch", "transformers", "vLLM", "Ray"])
-def test_the_versions_of_the_image_are_those_of_the_constraints(name: str) -> None:
-    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", (ROOT / "docs" / "install.md").read_text(), flags=re.M)
+def test_the_versions_of_the_image_are_those_of_the_constraints(name: str, page: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", (ROOT / "docs" / page).read_text("utf-8"), flags=re.M)
     (version,) = re.findall(rf"^{name.lower()}==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
     assert row.split("|")[-1].strip() == version
 
 
 @pytest.mark.parametrize("name", ["Python", "torch", "transformers", "vLLM", "Ray"])
-def test_the_versions_that_are_named_as_tested_are_allowed(name: str) -> None:
-    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", (ROOT / "docs" / "install.md").read_text(), flags=re.M)
+@pytest.mark.parametrize("page", ["install.md", "zh/install.md"])
+def test_the_versions_that_are_named_as_tested_are_allowed(name: str, page: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", (ROOT / "docs" / page).read_text("utf-8"), flags=re.M)
     versions = re.findall(r"\d+\.\d+(?:\.\d+)?", row)
     assert versions
     listed = [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]
