@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.real_size import SIZES
 from foveal.plan.gpus import find_gpu
 from foveal.plan.seconds import GATHER_SECONDS, SUM_SECONDS
-from foveal.train.sharding import WEIGHTS_SHARE
+from foveal.train.sharding import WHOLE_SHARE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BYTES_OF_TOKEN = 32
@@ -99,7 +99,7 @@ class Work:
 
     def gathers_once(self, weights: float) -> bool:
         """Whether weights stay gathered for an optimizer step, on H200s."""
-        fits = 2 * weights <= WEIGHTS_SHARE * find_gpu("h200-141").bytes
+        fits = 2 * weights <= WHOLE_SHARE * find_gpu("h200-141").bytes
         return fits if self.gather_weights == "auto" else self.gather_weights == "step"
 
 

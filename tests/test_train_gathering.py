@@ -13,7 +13,7 @@ from foveal.config.schema_model import FsdpConfig
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
 from foveal.train.scorer import TokenScorer
-from foveal.train.sharding import WEIGHTS_SHARE, gathers_once, held_bytes
+from foveal.train.sharding import WHOLE_SHARE, gathers_once, held_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -33,12 +33,12 @@ def test_auto_keeps_weights_that_take_little_of_the_device(
     scorer: TokenScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = 2 * sum(p.numel() for p in scorer.parameters())  # bfloat16
-    device_of(monkeypatch, needed / WEIGHTS_SHARE * 1.01)
+    device_of(monkeypatch, needed / WHOLE_SHARE * 1.01)
     assert gathers_once(scorer, FsdpConfig(), CUDA)
     assert not gathers_once(scorer, FsdpConfig(enable_cpu_offload=True), CUDA)
     assert not gathers_once(scorer, FsdpConfig(gather_weights="layer"), CUDA)
     assert not gathers_once(scorer, FsdpConfig(mp_param_dtype="fp32"), CUDA)
-    device_of(monkeypatch, needed / WEIGHTS_SHARE * 0.99)
+    device_of(monkeypatch, needed / WHOLE_SHARE * 0.99)
     assert not gathers_once(scorer, FsdpConfig(), CUDA)
     assert gathers_once(scorer, FsdpConfig(gather_weights="step"), CUDA)
     assert gathers_once(scorer, FsdpConfig(enable_full_shard=False), CUDA)

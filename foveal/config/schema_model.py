@@ -151,7 +151,7 @@ class FsdpConfig(Section):
         default="auto",
         description="When gradients are summed over devices: after `every` micro-batch, or after the `last` of an "
         "optimizer step, which keeps them whole on each device until then. `auto`: the latter where they take at most "
-        "a tenth of a device's memory. Results do not depend on it.",
+        "15 % of a device's memory. Results do not depend on it.",
     )
     gather_weights: Literal["auto", "layer", "step"] = Field(
         default="auto",

@@ -17,7 +17,7 @@ from foveal.plan.gpus import Gpu
 from foveal.plan.rows import Lengths, Packed, pack
 from foveal.plan.sizes import ModelSizes
 from foveal.train.budget import MOST, compiles_head, how_computed, largest_passes
-from foveal.train.sharding import GRADIENT_SHARE, WEIGHTS_SHARE
+from foveal.train.sharding import WHOLE_SHARE
 
 Role: TypeAlias = Literal["actor", "critic"]
 Parts: TypeAlias = dict[str, float]
@@ -194,7 +194,7 @@ class Trained:
 def sums_at_end(keys: TrainedConfig, sizes: ModelSizes, gpu: Gpu) -> bool:
     """Whether gradients wait, whole, for an optimizer step's last pass (`fsdp.gradient_sync`)."""
     chosen = keys.fsdp.gradient_sync
-    fits = sizes.trained * DTYPES[keys.fsdp.mp_reduce_dtype].itemsize <= GRADIENT_SHARE * gpu.bytes
+    fits = sizes.trained * DTYPES[keys.fsdp.mp_reduce_dtype].itemsize <= WHOLE_SHARE * gpu.bytes
     return fits if chosen == "auto" else chosen == "last"
 
 
@@ -204,7 +204,7 @@ def gathers_once(keys: TrainedConfig, sizes: ModelSizes, gpu: Gpu) -> bool:
     if fsdp.gather_weights != "auto" or not fsdp.enable_full_shard:
         return fsdp.gather_weights == "step" or not fsdp.enable_full_shard
     whole = (sizes.parameters + sizes.adapters) * DTYPES[fsdp.mp_param_dtype].itemsize
-    return not fsdp.enable_cpu_offload and whole <= WEIGHTS_SHARE * gpu.bytes
+    return not fsdp.enable_cpu_offload and whole <= WHOLE_SHARE * gpu.bytes
 
 
 def largest_tokens(taken: Callable[[int], float], free: float, margin: float = 1.0) -> int:

@@ -29,10 +29,9 @@ from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
 from foveal.train.scorer import TokenScorer
 
-GRADIENT_SHARE = 0.1
-"""Of a device's memory, that whole gradients may take to be sent less often (`fsdp.gradient_sync=auto`)."""
-WEIGHTS_SHARE = 0.15
-"""The same of whole weights (`fsdp.gather_weights=auto`)."""
+WHOLE_SHARE = 0.15
+"""Of a device's memory, that whole gradients may take to be sent less often (`fsdp.gradient_sync=auto`), and whole
+weights (`fsdp.gather_weights=auto`)."""
 
 
 def device_mesh(fsdp: FsdpConfig, device_type: str, section: str = "worker.actor.fsdp") -> DeviceMesh:
@@ -126,7 +125,7 @@ def sums_at_end(scorer: nn.Module, fsdp: FsdpConfig, precision: MixedPrecisionPo
         for parameter in scorer.parameters()
         if parameter.requires_grad
     )
-    return needed <= GRADIENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return needed <= WHOLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def gathers_once(scorer: nn.Module, fsdp: FsdpConfig, device: torch.device) -> bool:
@@ -138,7 +137,7 @@ def gathers_once(scorer: nn.Module, fsdp: FsdpConfig, device: torch.device) -> b
     if device.type != "cuda":
         return True
     needed = sum(parameter.numel() for parameter in scorer.parameters()) * DTYPES[fsdp.mp_param_dtype].itemsize
-    return needed <= WEIGHTS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return needed <= WHOLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def held_bytes(scorer: nn.Module, fsdp: FsdpConfig, *, gathers_once: bool, sums_at_end: bool) -> int:
