@@ -128,7 +128,7 @@ def cut(part: str) -> Any:
         (without("visual.blocks.1.norm1"), "visual.blocks.1.norm1"),
         (without("layers.1.mlp.down_proj"), "layers.1.mlp.down_proj"),
         (without(""), "layers"),
-        (cut("layers.1.mlp.down_proj"), ""),
+        (cut("layers.1.mlp.down_proj"), r"\(vllm/\S+\.py:\d+\)"),
     ],
     ids=["none of a layer", "none of a large layer", "none at all", "another shape"],
 )

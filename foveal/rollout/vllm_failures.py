@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import traceback
 from collections.abc import Callable
 
 from foveal.config import Config
@@ -34,9 +35,17 @@ def explain_failure(
             return explain(found, config, memory)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return (
-        f"the vLLM engine {'did not start' if starting else 'failed'}: {type(error).__name__}: {first}\n"
+        f"the vLLM engine {'did not start' if starting else 'failed'}: {type(error).__name__}: {first}{_place(error)}\n"
         "VLLM_LOGGING_LEVEL=INFO in the environment shows what it did. worker.rollout.name=transformers needs none."
     )
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, for errors that say little themselves."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    return f" ({frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno})"
 
 
 def _device_memory() -> Memory | None:
