@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from foveal.config import Config, load_config, render
+from foveal.errors import ConfigError
 
 N = "worker.rollout.n=2"  # the default estimator compares answers
 
@@ -133,3 +134,19 @@ def test_loading_is_fast_and_imports_no_torch() -> None:
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [
+        ("trainer.experiment_name=${oc.env:FOVEAL_NO_SUCH}", "trainer.experiment_name"),
+        (
+            "worker.reward.reward_function_kwargs={api_key: '${oc.env:FOVEAL_NO_SUCH}'}",
+            "worker.reward.reward_function_kwargs",
+        ),
+    ],
+)
+def test_a_variable_that_is_not_set_is_told(argument: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: the environment variable FOVEAL_NO_SUCH is not set; export it"):
+        load_config([argument])
+    load(argument.replace("NO_SUCH}", "NO_SUCH,text}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from foveal.masking import masked, remember, written
 
 Tree = dict[str, Any]
 
+_UNSET = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
+"""What is left of an interpolation whose variable does not exist."""
+
 
 def load_config(argv: list[str]) -> Config:
     """Reads and checks a configuration. No data, model or reward file is opened.
@@ -25,7 +29,7 @@ def load_config(argv: list[str]) -> Config:
     Args:
         argv: `config=FILE` (optional) and dotted overrides such as `trainer.max_steps=2`, in YAML syntax; for a key
             given twice the last one counts. `${data.seed}` and `${oc.env:HOME}` are replaced where OmegaConf can
-            resolve them, and stay plain text otherwise.
+            resolve them, and stay plain text otherwise; a variable that is not set is an error.
 
     Raises:
         ConfigError: one line for each unknown key, value that isn't allowed, and rule that is broken.
@@ -35,13 +39,15 @@ def load_config(argv: list[str]) -> Config:
     values = dict(_leaves(tree))
     unknown = [name for name in values if name not in known_keys() and name not in section_names()]
     problems += [_unknown_key(name) for name in unknown]
-    wrong = [name for name in values if name not in unknown and not _accepted(name, values[name])]
+    unset = [name for name in values if name not in unknown and _UNSET.search(str(values[name]))]
+    problems += [_unset_variable(name, str(values[name])) for name in unset]
+    wrong = [name for name in values if name not in {*unknown, *unset} and not _accepted(name, values[name])]
     problems += [_wrong_value(name, values[name]) for name in wrong]
 
-    good = {name: value for name, value in values.items() if name not in unknown and name not in wrong}
+    good = {name: value for name, value in values.items() if name not in {*unknown, *unset, *wrong}}
     config = _build(good)
     # A rule about a key that is wrong already would speak about a value that nobody gave.
-    doubtful = {*wrong, *(nearest_key(name) for name in unknown)}
+    doubtful = {*wrong, *unset, *(nearest_key(name) for name in unknown)}
     problems += [rule.text for rule in broken_rules(config) if doubtful.isdisjoint(rule.keys)]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -84,6 +90,14 @@ def _read(argv: list[str]) -> tuple[Tree, list[str]]:
         return _resolved(node, OmegaConf.to_container(node, resolve=False)), problems
     except RecursionError:
         raise ConfigError(f"config={', '.join(files)}: an anchor (&) holds itself, or mappings lie too deep") from None
+
+
+def _unset_variable(key: str, text: str) -> str:
+    name = _UNSET.findall(text)[0]
+    return (
+        f"{key}: the environment variable {name} is not set; export it, or say what stands in for it: "
+        f"${{oc.env:{name},null}}"
+    )
 
 
 def _override(tree: Tree, path: list[str], value: Any) -> None:

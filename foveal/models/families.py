@@ -52,12 +52,17 @@ def read_config(model_path: str, section: str = "worker.actor.model") -> dict[st
         config, _ = PretrainedConfig.get_config_dict(model_path)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{section}.model_path: cannot read config.json of {model_path!r}: {str(error).splitlines()[0]} "
-            "Give the folder of a Hugging Face model, or a hub id that can be reached from here."
+            f"{section}.model_path: {_not_a_folder(model_path)}cannot read config.json of {model_path!r}: "
+            f"{str(error).splitlines()[0]} Give the folder of a Hugging Face model, or a hub id that can be reached "
+            "from here."
         ) from error
     if "model_type" not in config:
         raise ModelError(f"{model_path}: its config.json has no model_type (is this a Hugging Face model folder?).")
     return config
+
+
+def _not_a_folder(model_path: str) -> str:
+    return "" if Path(model_path).is_dir() else f"there is no such folder in {Path.cwd()}, and as a hub id: "
 
 
 def is_absent(model_path: str) -> bool:

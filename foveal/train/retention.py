@@ -178,6 +178,11 @@ class Checkpoints:
                 return self.folder(step)
             except CheckpointError as error:
                 console.warn(f"passing over a checkpoint: {error}")
+        if steps:
+            console.warn(
+                f"no checkpoint in {self.root} is whole: training begins at its first step and will replace them. To "
+                "keep what is left, stop now and give trainer.experiment_name another name"
+            )
         return None
 
     def best(self) -> Path | None:
