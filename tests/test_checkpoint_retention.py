@@ -212,7 +212,12 @@ def test_latest_passes_over_a_damaged_checkpoint_and_names_it(
     save_all(Checkpoints(tmp_path, -1), write, {1: None, 2: None})
     (tmp_path / "global_step_2" / "actor" / "__0_0.distcp").unlink()
     assert Checkpoints(tmp_path, -1).latest() == tmp_path / "global_step_1"
-    assert "global_step_2/actor: the checkpoint is damaged: __0_0.distcp is missing" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "global_step_2/actor: the checkpoint is damaged: __0_0.distcp is missing" in error
+    assert "training begins at its first step" not in error
+    (tmp_path / "global_step_1" / "actor" / "__0_0.distcp").unlink()
+    assert Checkpoints(tmp_path, -1).latest() is None
+    assert f"no checkpoint in {tmp_path} is whole: training begins at its first step" in capsys.readouterr().err
 
 
 def test_latest_passes_over_a_damaged_content_only_where_it_is_to_be_read(
