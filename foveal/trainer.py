@@ -370,7 +370,8 @@ class Trainer:
         total = sum(answers) + prompts
         if training_sampling(self.config).full_distribution:
             metrics |= logprob_gap(groups)
-        metrics |= rollout_metrics(groups, self.config.data.max_prompt_length)
+        # rewards are those of all answers that were sampled, so that they tell of the model whatever is filtered out
+        metrics = rollout_metrics(groups, self.config.data.max_prompt_length) | metrics
         metrics |= timing_metrics(timings, sum(answers), total)
         metrics |= perf_metrics(total, timings["step"], self.config.trainer.devices)
         metrics["perf/elapsed_s"] = self._elapsed()

@@ -85,11 +85,38 @@ def test_weights_of_reward_parts_may_be_given_one_by_one() -> None:
         ("algorithm.correction_high=3", "algorithm.correction is none"),
         ("worker.actor.loss_sum_norm=100", "loss_avg_mode=seq_sum_norm only"),
         ("worker.reward.overlong_penalty=2", "worker.reward.overlong_buffer is 0"),
+        ("algorithm.filter_key=accuracy", "algorithm.online_filtering is false"),
+        ("trainer.max_try_make_batch=3", "algorithm.online_filtering is false"),
+        ("algorithm.gamma=0.9", "grpo looks at whole answers"),
+        ("algorithm.lam=0.9", "adv_estimator=gae only"),
+        ("worker.actor.tau_positive=2", "loss_type=sapo only"),
     ],
 )
 def test_keys_that_nothing_reads_are_named(argument: str, reason: str) -> None:
     key = argument.partition("=")[0]
     assert no_effect(load(argument), "transformers") == [f"no effect here: {key} ({reason})"]
+
+
+@pytest.mark.parametrize("argument", ["algorithm.use_kl_loss=true", "algorithm.disable_kl=true"])
+def test_an_adaptive_weight_of_a_kl_that_is_not_in_the_reward_is_named(argument: str) -> None:
+    argv = ["algorithm.kl_type=adaptive", "algorithm.kl_target=0.2"]
+    lines = no_effect(load(argument, *argv), "transformers")
+    reason = "only the weight of a KL in the reward is adaptive"
+    assert lines == [f"no effect here: algorithm.kl_type, algorithm.kl_target ({reason})"]
+    assert no_effect(load(*argv), "transformers") == []
+
+
+@pytest.mark.parametrize("loss", ["sapo", "policy_gradient", "cispo"])
+def test_clips_that_a_loss_does_not_have_are_named(loss: str) -> None:
+    (line,) = no_effect(load(f"worker.actor.loss_type={loss}", "worker.actor.clip_ratio_dual=9"), "transformers")
+    assert line.startswith("no effect here: worker.actor.clip_ratio_dual (")
+
+
+def test_a_kl_in_the_loss_that_holds_nothing_back_is_told() -> None:
+    (line,) = remarks(load("algorithm.use_kl_loss=true"))
+    assert line.startswith("algorithm.kl_penalty=kl with algorithm.use_kl_loss=true")
+    for better in ("algorithm.kl_penalty=mse", "algorithm.use_kl_loss=false", "algorithm.disable_kl=true"):
+        assert remarks(load("algorithm.use_kl_loss=true", better)) == []
 
 
 def test_a_lower_bound_that_the_correction_does_not_have_is_named() -> None:

@@ -134,7 +134,7 @@ def test_keys_without_effect_share_a_line_per_reason() -> None:
 
 
 def test_what_adapters_leave_without_effect() -> None:
-    keys = ["worker.ref.fsdp.torch_dtype=bf16", "worker.actor.fsdp.torch_dtype=bf16", "algorithm.use_kl_loss=true"]
+    keys = ["worker.ref.fsdp.torch_dtype=bf16", "worker.actor.fsdp.torch_dtype=bf16"]
     lora = "worker.actor.model.lora"
     given = load(*keys, f"{lora}.rank=8", f"{lora}.alpha=16")
     assert no_effect(given, "vllm") == [

@@ -79,7 +79,7 @@ def test_a_single_bad_step_is_none() -> None:
     assert said == []
 
 
-def test_filtered_groups_of_two_have_a_constant_mean_and_are_not_stuck() -> None:
+def test_scores_that_compare_answers_have_a_constant_mean_and_are_not_stuck() -> None:
     said, _ = run(lambda step, metrics: metrics | {"reward/overall": 0.5, "reward/groups_without_variance": 0.0})
     assert said == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,27 @@ def test_learning_rate_warms_up_then_follows_the_schedule() -> None:
     constant = load_config(base)
     assert [learning_rate(s, 6, constant.worker.actor.optim) for s in (1, 2, 3, 6)] == [0.5, 1.0, 1.0, 1.0]
     cosine = load_config([*base, "worker.actor.optim.lr_scheduler_type=cosine", "worker.actor.optim.min_lr_ratio=0.1"])
-    rates = [learning_rate(s, 6, cosine.worker.actor.optim) for s in (2, 4, 6)]
-    assert rates == pytest.approx([1.0, 0.55, 0.1])
+    rates = [learning_rate(s, 6, cosine.worker.actor.optim) for s in (1, 2, 3, 5, 6)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.55 - 0.45 * math.sqrt(0.5)])
     ratio = load_config([*base[:2], "worker.actor.optim.lr_warmup_ratio=0.5"])
     assert learning_rate(3, 8, ratio.worker.actor.optim) == 0.75
+
+
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_no_step_of_a_cosine_is_wasted_at_rate_zero(total: int) -> None:
+    config = load_config(["worker.rollout.n=2", "worker.actor.optim.lr_scheduler_type=cosine"])
+    optim = config.worker.actor.optim
+    found = [learning_rate(step, total, optim) for step in range(1, total + 1)]
+    expected = [optim.lr * 0.5 * (1 + math.cos(math.pi * done / total)) for done in range(total)]
+    assert found == pytest.approx(expected) and min(found) > 0
+
+
+def test_the_policys_warm_up_begins_after_that_of_the_critic(folder: Path) -> None:
+    argv = ["trainer.critic_warmup=3", "worker.actor.optim.lr=1.0", "worker.actor.optim.lr_warmup_steps=2"]
+    gae = ["algorithm.adv_estimator=gae", "worker.critic.global_batch_size=4"]
+    for estimator, expected in ((gae, [0.5, 1.0, 1.0]), ([], [1.0, 1.0, 1.0])):
+        policy = make_policy(folder, *argv, *estimator)
+        assert [policy.update([], step, 6, 0.5)["actor/lr"] for step in (4, 5, 6)] == expected
 
 
 def test_answers_of_an_earlier_policy_keep_its_log_probabilities(folder: Path) -> None:

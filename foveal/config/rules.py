@@ -11,6 +11,7 @@ from typing import Any, Literal
 from foveal.config.keys import known_keys
 from foveal.config.schema import Config
 from foveal.config.schema_data import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
+from foveal.config.schema_worker import POLICY_LOSSES
 from foveal.masking import MASK, masks
 
 
@@ -103,6 +104,12 @@ def remarks(config: Config) -> list[str]:
             f"worker.actor.loss_type=policy_gradient with {steps} optimizer steps per batch: it has no importance "
             "ratio, so all but the first take answers of an older policy for the current one's"
         )
+    if config.algorithm.kl_in_loss and config.algorithm.kl_penalty == "kl":
+        lines.append(
+            "algorithm.kl_penalty=kl with algorithm.use_kl_loss=true does not hold the model near the reference: over "
+            "answers of its own its gradient is 0 in the mean. Choose low_var_kl, mse or full, or take it from the "
+            "reward (algorithm.use_kl_loss=false)"
+        )
     if config.trainer.max_restarts and config.trainer.save_freq < 1:
         lines.append("trainer.max_restarts without trainer.save_freq: the run starts over from its beginning each time")
     return lines
@@ -179,6 +186,21 @@ def _no_effect_of_algorithms(config: Config) -> Iterator[tuple[str, tuple[str, .
     algorithm, actor = config.algorithm, config.worker.actor
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS and algorithm.adv_estimator != "gdpo":
         yield "adv_estimator=gdpo only", ("algorithm.reward_parts",)
+    if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS and not algorithm.uses_critic:
+        yield "adv_estimator=gae only", ("algorithm.lam",)
+        if not algorithm.adv_estimator.startswith("reinforce_plus_plus"):
+            yield f"{algorithm.adv_estimator} looks at whole answers", ("algorithm.gamma",)
+    if not algorithm.kl_in_reward:
+        names = ("kl_type", "kl_horizon", "kl_target")
+        yield "only the weight of a KL in the reward is adaptive", tuple(f"algorithm.{name}" for name in names)
+    if not algorithm.online_filtering:
+        yield "algorithm.online_filtering is false", ("algorithm.filter_", "trainer.max_try_make_batch")
+    if actor.loss_type in POLICY_LOSSES and actor.loss_type != "sapo":
+        yield "loss_type=sapo only", ("worker.actor.tau_",)
+    if actor.loss_type in ("sapo", "policy_gradient"):
+        yield f"{actor.loss_type} does not clip", ("worker.actor.clip_ratio_",)
+    elif actor.loss_type == "cispo":
+        yield "cispo has no dual clip", ("worker.actor.clip_ratio_dual",)
     if algorithm.correction == "none":
         yield "algorithm.correction is none", ("algorithm.correction_low", "algorithm.correction_high")
     elif algorithm.correction in ("tis", "tis_seq"):

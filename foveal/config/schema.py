@@ -39,7 +39,9 @@ class TrainerConfig(Section):
         "accelerators, worker processes per machine.",
     )
     max_try_make_batch: PositiveOrOff = Field(
-        default=20, description="Generation calls after which an unfilled batch ends the run; -1 means no limit."
+        default=20,
+        description="Generation calls after which `algorithm.online_filtering` trains on what it has kept, and ends "
+        "the run where that is nothing; -1 means no limit.",
     )
     critic_warmup: NotNegative = Field(default=0, description="First steps in which only the critic is trained.")
     val_freq: PositiveOrOff = Field(

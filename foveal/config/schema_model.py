@@ -86,7 +86,8 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its learning rate. Warm-up and schedule count trainer steps."""
+    """AdamW and its learning rate. Warm-up and schedule count trainer steps, the actor's after
+    `trainer.critic_warmup`."""
 
     lr: Float = Field(default=1e-6, ge=0, description="Learning rate after warm-up.")
     lr_vision: Annotated[Float, Field(ge=0)] | None = Field(
@@ -114,7 +115,7 @@ class OptimConfig(Section):
         default=None, description="Steps in which the rate rises from 0; wins over `lr_warmup_ratio`."
     )
     min_lr_ratio: Annotated[Float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Where the cosine ends, as part of `lr`; null means 0."
+        default=None, description="Where the cosine ends after the last step, as part of `lr`; null means 0."
     )
     lr_scheduler_type: Literal["constant", "cosine"] = Field(default="constant", description="The rate after warm-up.")
 

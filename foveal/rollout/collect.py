@@ -12,10 +12,11 @@ from foveal.algorithm import get_advantage
 from foveal.cluster.group import Workers
 from foveal.config import Config
 from foveal.data.loader import PromptLoader
-from foveal.errors import DataError
+from foveal.errors import DataError, RewardError
 from foveal.reward.overlong import overlong_penalty
 from foveal.reward.runner import RewardRunner
 from foveal.track.console import note
+from foveal.track.metrics import mean_rewards
 from foveal.track.timing import timer
 from foveal.train.credit import take_sampled_logprobs
 from foveal.types import Group, Metrics, Prompt, Response, Sampling
@@ -123,6 +124,7 @@ class Collector:
     workers: Workers
     rewards: RewardRunner
     surplus: list[Group] = field(default_factory=list)
+    _key_was_seen: bool = field(default=False, init=False)
 
     @property
     def with_baseline(self) -> bool:
@@ -137,8 +139,13 @@ class Collector:
     ) -> tuple[list[Group], Metrics]:
         """The groups to train on in this step.
 
+        Returns:
+            these, and metrics: `reward/KEY` over all answers that were sampled, whether they are trained on or not, the
+            reward runner's counts, and what was filtered.
+
         Raises:
             DataError: filtering kept nothing within `trainer.max_try_make_batch` tries.
+            RewardError: no answer has the number that decides what is kept.
         """
         config = self.config
         wanted = config.data.rollout_batch_size
@@ -150,6 +157,7 @@ class Collector:
             take_sampled_logprobs(groups)  # an earlier policy wrote them: the ratio must be to that one, not to today's
         account = Account()
         metrics: Metrics = {}
+        rewards: list[dict[str, float]] = []
         while len(groups) < wanted:
             prompts = self.loader.take(config.data.mini_rollout_batch_size or wanted)
             fresh, counts = generate_and_score(
@@ -158,13 +166,15 @@ class Collector:
             for name, value in counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             account.tries += 1
-            kept = self._filter(fresh, account)
-            self._punish_overlong(kept)  # after the filter, which judges what the reward function said
-            groups += kept
+            groups += self._filter(fresh, account)
+            self._check_key(account, failed=counts.get("reward/errors", 0) + counts.get("reward/timeouts", 0) > 0)
+            self._punish_overlong(fresh)  # after the filter, which judges what the reward function said
+            rewards += [response.rewards for group in fresh for response in group.trained]
             limit = config.trainer.max_try_make_batch
             if config.algorithm.online_filtering and 0 < limit <= account.tries and len(groups) < wanted:
                 self._give_up_filling(groups, account)
                 break
+        metrics |= {f"reward/{name}": value for name, value in mean_rewards(rewards).items()}
         if config.algorithm.online_filtering and account.seen:
             metrics["filter/kept_share"] = account.kept / account.seen
             metrics["filter/tries"] = float(account.tries)
@@ -209,6 +219,23 @@ class Collector:
                 account.kept += 1
                 kept.append(group)
         return kept
+
+    def _check_key(self, account: Account, *, failed: bool) -> None:
+        """Raises RewardError where no answer of the run has the number that decides: its name may be mistyped, and
+        nothing would ever be kept.
+
+        Args:
+            failed: whether some calls of the reward function failed, which leave an answer with `overall` alone.
+        """
+        key = self.config.algorithm.filter_key
+        self._key_was_seen |= key in account.keys
+        routed = self.config.worker.reward.route_by is not None  # rows to come may be scored by another function
+        if self._key_was_seen or not account.keys or failed or routed:
+            return
+        raise RewardError(
+            f"algorithm.filter_key={key}: none of the answers to {account.seen} prompts has it; they have "
+            f"{', '.join(sorted(account.keys))}. Name one of these, or return it for every answer."
+        )
 
     def _give_up_filling(self, groups: Sequence[Group], account: Account) -> None:
         explanation = account.explain(self.config)

@@ -136,7 +136,7 @@ class Alarms:
         last = self._last(name, 20)
         if len(last) < 20 or max(last) - min(last) > 1e-6 * max(1.0, abs(last[-1])):
             return ""
-        if metrics.get(NO_VARIANCE, 1.0) < 0.5:  # filtered groups of two, one right and one wrong: always 0.5
+        if metrics.get(NO_VARIANCE, 1.0) < 0.5:  # scores that compare the answers of a group: always the same mean
             return ""
         return (
             f"the mean reward has been {last[-1]:g} for 20 steps. Prompt and reward function may disagree, or the "

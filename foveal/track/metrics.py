@@ -33,7 +33,7 @@ def rollout_metrics(groups: list[Group], max_prompt_length: int) -> Metrics:
         `{response,prompt}_length/{mean,max,min,clip_ratio}` in tokens.
     """
     responses = _trained(groups)
-    metrics = {f"reward/{name}": value for name, value in _mean_rewards(responses).items()}
+    metrics = {f"reward/{name}": value for name, value in mean_rewards(r.rewards for r in responses).items()}
     metrics |= _statistics("critic/score", (r.rewards.get("overall", np.nan) for r in responses))
     token_rewards = [r.columns["token_rewards"].sum() for r in responses if "token_rewards" in r.columns]
     metrics |= _statistics("critic/rewards", token_rewards)
@@ -67,10 +67,24 @@ def validation_metrics(groups: list[Group]) -> Metrics:
         `val_response_length/{mean,max,min,clip_ratio}` in tokens.
     """
     responses = _trained(groups)
-    means = _mean_rewards(responses)
+    means = mean_rewards(r.rewards for r in responses)
     metrics = {"val/reward_score": means["overall"]} if "overall" in means else {}
     metrics |= {f"val/{name}_reward": value for name, value in means.items()}
     return metrics | _response_lengths("val_response_length", responses)
+
+
+def mean_rewards(rewards: Iterable[dict[str, float]]) -> Metrics:
+    """Mean of every reward over the answers that have it as a finite number.
+
+    Args:
+        rewards: of each answer, by name.
+    """
+    values: dict[str, list[float]] = {}
+    for one in rewards:
+        for name, value in one.items():
+            if np.isfinite(value):
+                values.setdefault(name, []).append(value)
+    return {name: float(np.mean(found)) for name, found in values.items()}
 
 
 def timing_metrics(timings: dict[str, float], response_tokens: int = 0, total_tokens: int = 0) -> Metrics:
@@ -124,16 +138,6 @@ def _split_at_colon(line: str) -> tuple[str, str, str]:
 
 def _trained(groups: list[Group]) -> list[Response]:
     return [response for _, response in trained_responses(groups)]
-
-
-def _mean_rewards(responses: list[Response]) -> Metrics:
-    """Mean of every reward over the answers that have it as a finite number."""
-    values: dict[str, list[float]] = {}
-    for response in responses:
-        for name, value in response.rewards.items():
-            if np.isfinite(value):
-                values.setdefault(name, []).append(value)
-    return {name: float(np.mean(found)) for name, found in values.items()}
 
 
 def _statistics(name: str, values: Iterable[float] | np.ndarray) -> Metrics:

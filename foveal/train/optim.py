@@ -90,8 +90,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig, full: float | None = None) -> float:
     """The learning rate of a trainer step.
 
-    Linear warm-up reaches the full rate at its last step (the first step is never wasted at rate 0), then constant, or
-    half a cosine down to `min_lr_ratio` of the full rate at the last step.
+    Linear warm-up reaches the full rate at its last step, then constant, or half a cosine, as in EasyR1: from the full
+    rate in the step after the warm-up to `min_lr_ratio` of it, which the step after the last would have. No step is
+    wasted at rate 0, neither the first nor the last.
 
     Args:
         step: 1-based number of the trainer step.
@@ -107,5 +108,5 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig, full: float |
     if optim.lr_scheduler_type == "constant":
         return full
     floor = optim.min_lr_ratio or 0.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
     return full * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from foveal.algorithm import LossBatch, aggregate, get_loss, importance_weights, kl_penalty
+from foveal.algorithm import LossBatch, aggregate, get_advantage, get_loss, importance_weights, kl_penalty
 from foveal.config import Config
 from foveal.train.optim import build_optimizer, set_learning_rate
 from foveal.train.packing import Pack, store
@@ -46,6 +46,8 @@ class Policy:
         self._untouched = True  # the weights are still those that the step began with
         self.optimizer = build_optimizer(scorer.model, config.worker.actor.optim)
         self.loss = get_loss(config.worker.actor.loss_type)
+        has_critic = get_advantage(config.algorithm.adv_estimator).needs_values
+        self._waits = config.trainer.critic_warmup if has_critic else 0
 
     @property
     def model(self) -> nn.Module:
@@ -70,6 +72,7 @@ class Policy:
         step has one optimizer step.
 
         Args:
+            step, total_steps: of the run. Warm-up and schedule of the learning rate begin after `critic_warmup`.
             sizes: among several processes, how many of this one's groups go into each optimizer step, as many steps in
                 each process; None for `global_batch_size` of them in each.
 
@@ -77,7 +80,7 @@ class Policy:
             means over the step, under EasyR1's names (`actor/pg_loss`, `actor/ppo_kl`, …).
         """
         actor = self.config.worker.actor
-        rate = set_learning_rate(self.optimizer, step, total_steps, actor.optim)
+        rate = set_learning_rate(self.optimizer, step - self._waits, total_steps - self._waits, actor.optim)
         loss_of = partial(self._loss, kl_coef)
         self.scorer.train()
         sums: dict[str, float] = {}
