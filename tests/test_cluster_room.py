@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from foveal.cluster.room import check_room, count_parameters, held_bytes
+from foveal.cluster.room import PLAINLY, check_room, count_parameters, held_bytes, needless_spread
 from foveal.config import Config, load_config
-from foveal.errors import ConfigError
+from foveal.data.processing import load_processing
+from foveal.errors import ConfigError, EngineError
 from foveal.models.loading import load_model
 from foveal.quickstart.tiny import build_tiny
+from foveal.rollout import vllm_engine
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +28,6 @@ def config_for(folder: Path, *overrides: str) -> Config:
 
 
 def test_parameters_are_those_of_the_loaded_model(folder: Path) -> None:
-    import torch
-
     model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert count_parameters(str(folder)) == sum(p.numel() for p in model.parameters())
 
@@ -53,3 +56,39 @@ def test_refuses_what_does_not_fit_and_says_what_does(folder: Path) -> None:
         check_room(config_for(folder), 2 * held, train=True)
     with pytest.raises(ConfigError, match=r"of it; move what waits to the host \(worker\.actor\.offload\."):
         check_room(config_for(folder), held, train=True)
+
+
+def test_an_engine_over_several_devices_is_remarked_on_where_the_weights_plainly_fit_on_one(folder: Path) -> None:
+    weights = 2 * count_parameters(str(folder))
+    largest = int(weights / PLAINLY / 0.6)  # the share is 0.6 by default, the size 2
+    several = "trainer.n_gpus_per_node=4"
+    line = needless_spread(config_for(folder, several), 2 * largest)
+    assert line is not None and "worker.rollout.tensor_parallel_size=2: the model's weights take 10% of the" in line
+    assert needless_spread(config_for(folder, several), largest - 10) is None
+    assert needless_spread(config_for(folder, several, "worker.rollout.dtype=fp32"), 2 * largest - 20) is None
+    assert needless_spread(config_for(folder, several, "worker.rollout.tensor_parallel_size=1"), 2 * largest) is None
+
+
+def test_engines_of_one_device_each_are_not_remarked_on(folder: Path) -> None:
+    assert needless_spread(config_for(folder, "trainer.n_gpus_per_node=1"), 2**40) is None
+    apart = ["trainer.n_gpus_per_node=4", "cluster.rollout_devices=1"]
+    assert needless_spread(config_for(folder, *apart), 2**40) is None
+    apart[1] = "cluster.rollout_devices=2"
+    assert needless_spread(config_for(folder, *apart), 2**40) is not None
+
+
+def test_the_remark_is_one_line_before_the_engine_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_gpu(*_: Any, **__: Any) -> None:
+        raise EngineError("no GPU")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
+    monkeypatch.setattr(vllm_engine, "VllmEngine", no_gpu)
+    processing = load_processing(str(folder))
+    for devices in (4, 1):
+        config = config_for(folder, f"trainer.n_gpus_per_node={devices}")
+        with pytest.raises(EngineError, match="no GPU"):
+            vllm_engine.start_engine(config, processing, device=torch.device("cuda"), images=0)
+    said = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["worker.rollout.tensor_parallel_size=2", "starting vLLM", "starting vLLM"]

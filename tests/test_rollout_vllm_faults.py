@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from foveal.errors import EngineError
+from foveal.rollout import vllm_engine
 from foveal.rollout.vllm_engine import IDLE_LIMIT
 from foveal.rollout.watchdog import Watchdog
 from foveal.types import Sampling
@@ -39,6 +42,13 @@ def side(started: Side) -> Iterator[Side]:
     list(engine.collect())
     started.hand_over()
     assert started.gap(engine.generate(started.prompts([0]), SAMPLING, 0)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    side = Side(tmp_path_factory.mktemp("faults_seeing") / "model", "qwen3_vl")
+    yield side
+    side.engine.close()
 
 
 def failing(message: str) -> Any:
@@ -162,6 +172,64 @@ def test_the_cache_takes_its_memory_when_prompts_come(side: Side, monkeypatch: p
     assert woken == []
     assert side.gap(side.engine.generate(side.prompts([0]), SAMPLING, side.version)) < 1e-4
     assert woken == [["kv_cache"]]
+
+
+def test_memory_that_the_hand_over_left_in_reserve_is_free_for_the_cache(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(side.engine, "_asleep", {"kv_cache"})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("reserve given back"))
+    monkeypatch.setattr(side.engine.core, "wake_up", lambda tags: order.append("memory taken"))
+    side.engine.generate(side.prompts([0]), SAMPLING, side.version)
+    assert order == ["reserve given back", "memory taken"]
+
+
+def test_pictures_are_no_memory_that_is_absent_in_sleep(seeing: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = seeing.engine
+    engine.generate(seeing.prompts([1, 1]), SAMPLING, 0)
+    pictures = engine.core.model_executor.driver_worker.model_runner.encoder_cache
+    assert len(pictures) == 2
+
+    def sleep(*_: Any) -> None:
+        engine.core._reset_caches()  # which vLLM's own does, and unmaps its memory: 1000 here
+        monkeypatch.setattr(vllm_engine, "_free_bytes", lambda: 2000 - len(pictures))
+
+    monkeypatch.setattr(engine, "on_cpu", False)
+    monkeypatch.setattr(vllm_engine, "_free_bytes", lambda: 1000 - len(pictures))
+    monkeypatch.setattr(engine.core, "sleep", sleep)
+    monkeypatch.setattr(engine.core, "wake_up", lambda tags: None)
+    engine.sleep()
+    assert engine.asleep_bytes == 1000
+    engine.wake()
+    assert engine.asleep_bytes == 0
+
+
+@pytest.mark.parametrize(("free", "woken"), [(100, [["kv_cache", "weights"]]), (99, [])])
+def test_an_engine_that_ends_asleep_is_woken_where_there_is_room(
+    side: Side, monkeypatch: pytest.MonkeyPatch, free: int, woken: list[list[str]]
+) -> None:
+    seen: list[Any] = []
+    with monkeypatch.context() as patched:
+        ending = weakref.finalize(side, seen.append, "shut down")
+        patched.setattr(side.engine, "_shut_down", ending)
+        patched.setattr(side.engine, "_asleep", {"weights", "kv_cache"})
+        patched.setattr(side.engine, "asleep_bytes", 100)
+        patched.setattr(vllm_engine, "_free_bytes", lambda: free)
+        patched.setattr(side.engine.core, "wake_up", seen.append)
+        side.engine.close()
+        side.engine.close()
+    assert seen == [*woken, "shut down"]
+
+
+def test_a_waking_that_fails_keeps_nothing_from_its_end(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(side.engine, "_shut_down", weakref.finalize(side, seen.append, "shut down"))
+        patched.setattr(side.engine, "_asleep", {"weights", "kv_cache"})
+        patched.setattr(side.engine.core, "wake_up", lambda tags: failing("CUDA Error: out of memory")())
+        side.engine.close()
+    assert seen == ["shut down"]
 
 
 def test_a_cache_that_is_not_emptied_ends_the_engine(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:

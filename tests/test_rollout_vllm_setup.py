@@ -172,7 +172,17 @@ def test_the_environment_is_set_but_for_what_the_user_has_set(monkeypatch: pytes
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) > 0
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
-    assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+
+
+def test_no_all_reduce_of_vllms_own_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them write into the memory of other processes' devices, which a process does not see."""
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    known = [name for name in envs.environment_variables if name.startswith("VLLM_ALLREDUCE_USE_")]
+    for name in known:
+        os.environ.pop(name, None)
+    prepare_environment("cuda")
+    assert known and not any(envs.environment_variables[name]() for name in known)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

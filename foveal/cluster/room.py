@@ -16,6 +16,9 @@ from foveal.models.lora_setup import empty_adapted
 KEPT_FREE = 0.03
 """Part of the device that contexts, kernels and fragments take."""
 MOMENTS = 2
+PLAINLY = 0.2
+"""Part of vLLM's share of a device that whole weights may take at no loss: by arithmetic, what devices send each other
+in every layer then costs at least as much as that each reads all weights, and keys lose little room."""
 
 
 def check_room(config: Config, total: int, *, train: bool, devices: int = 1) -> None:
@@ -48,6 +51,26 @@ def check_room(config: Config, total: int, *, train: bool, devices: int = 1) -> 
     raise ConfigError(
         f"{key}: {given:g} given, {given * total / gib:.0f} of the device's {total / gib:.0f} GiB, but weights and "
         f"optimizer states take {held / gib:.0f} GiB of it; {cure}."
+    )
+
+
+def needless_spread(config: Config, total: int) -> str | None:
+    """A line where one vLLM engine is spread over several devices though its weights plainly fit on each.
+
+    Args:
+        total: bytes of the device.
+    """
+    rollout, key = config.worker.rollout, "worker.rollout.tensor_parallel_size"
+    size = min(rollout.tensor_parallel_size, config.engine_devices)
+    if size == 1:
+        return None
+    weights = count_parameters(config.worker.actor.model.model_path or "") * DTYPES[rollout.dtype].itemsize
+    share = rollout.gpu_memory_utilization * total
+    if weights > PLAINLY * share:
+        return None
+    return (
+        f"{key}={size}: the model's weights take {weights / share:.0%} of the {share / 2**30:.0f} GiB that vLLM may "
+        f"have of a device; {key}=1 is usually faster, as no layer then waits for another device"
     )
 
 

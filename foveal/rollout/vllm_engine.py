@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from foveal.cluster.room import needless_spread
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ConfigError, EngineError
@@ -170,6 +171,7 @@ class VllmEngine(RolloutEngine):
         self._check_ready()
         self.requests.check(sampling)
         if "kv_cache" in self._asleep:
+            torch.cuda.empty_cache()  # what the hand-over of weights left in reserve
             with self._fatal():
                 self.core.wake_up(["kv_cache"])
             self._asleep.discard("kv_cache")
@@ -354,9 +356,10 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             raise EngineError("the engine cannot sleep before it is awake: its cache has no memory yet")
         self._version = self._adapter_version = None
-        torch.cuda.empty_cache()
-        free = _free_bytes()
         with self._fatal():
+            self.core.reset_encoder_cache()  # its memory is not the engine's own, and torch stops counting it
+            torch.cuda.empty_cache()
+            free = _free_bytes()
             self.core.sleep(2, "abort")
         self._asleep = {"weights", "kv_cache"}
         torch.cuda.empty_cache()
@@ -376,7 +379,17 @@ class VllmEngine(RolloutEngine):
         """Ends the engine; its memory is free afterwards."""
         self._open.clear()
         self._queue.clear()
+        if self._shut_down.alive and "weights" in self._asleep and not self._died:
+            with suppress(RuntimeError):
+                self._wake_to_end()
         self._shut_down()
+
+    def _wake_to_end(self) -> None:
+        """Where there is room. Of memory that ends asleep vLLM unmaps every piece a second time, and each prints an
+        error of CUDA's, which harms nothing but its reader."""
+        torch.cuda.empty_cache()
+        if self.asleep_bytes <= _free_bytes():
+            self.core.wake_up(sorted(self._asleep))
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
@@ -405,13 +418,17 @@ class VllmEngine(RolloutEngine):
 
 
 def start_engine(config: Config, processing: Processing, *, device: torch.device, images: int) -> VllmEngine:
-    """The engine of a run, with a line before and after.
+    """The engine of a run, with a line before and after, and one more where it is spread over devices needlessly.
 
     Raises:
         as `VllmEngine`.
     """
     model_path = config.worker.actor.model.model_path
     assert model_path is not None
+    if device.type == "cuda":
+        line = needless_spread(config, torch.cuda.get_device_properties(device).total_memory)
+        if line is not None:
+            console.note(line)
     console.note(f"starting vLLM: {'one to two minutes' if device.type == 'cuda' else 'about ten seconds'}")
     started = time.perf_counter()
     engine = VllmEngine(config, processing, model_path=model_path, device=device, images=images)

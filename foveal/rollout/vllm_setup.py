@@ -52,7 +52,9 @@ def prepare_environment(device_type: str) -> None:
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of arguments that the user never gave
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # memory of another process's device, which this one doesn't see
+        # Both write into memory of another process's device, which this one doesn't see. 0.32 takes the second unasked.
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     }
     if device_type == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
