@@ -35,6 +35,9 @@ A run is told everything by one YAML file and by `KEY=VALUE` after it, with dott
 foveal train config=examples/my_vlm.yaml worker.rollout.n=8 data.train_files='[a.jsonl,b.jsonl]'
 ```
 
+A mapping after the file, as `worker.rollout.val_override_config={n: 4}`, changes the file's key by key; `{}` changes
+nothing, and `KEY=null` empties it.
+
 Names and defaults are EasyR1's ([what differs](from_easyr1.md)). Every key has a default but the model, the data and
 the reward function. A key that is not in this list is an error, which names the nearest one that is.
 `foveal train --print-config config=examples/my_vlm.yaml` prints all keys with the values of a run. Keys that change

@@ -203,6 +203,12 @@ def test_quoted_vision_tokens_are_harmless_in_every_message(processing: Processi
     assert not set(prompt.token_ids) & set(processing.forbidden_ids)
 
 
+def test_a_text_in_the_place_of_a_format_prompt_says_where_it_belongs(processing: Processing, tmp_path: Path) -> None:
+    text = "You FIRST think. " * 40  # too long for the name of a file
+    with pytest.raises(DataError, match=r"no file You FIRST think.*If that is the text itself.*\{\{ content \}\}"):
+        build(processing, tmp_path, {"prompt": "q"}, format_prompt=text)
+
+
 def test_format_prompt_reaches_columns_whose_names_are_no_variables(processing: Processing, tmp_path: Path) -> None:
     (tmp_path / "f.jinja").write_text('{{ content }}{{ row["final answer"] }}{{ missing | default("!") }}')
     prompt = build(processing, tmp_path, {"prompt": "q", "final answer": 3}, format_prompt=str(tmp_path / "f.jinja"))

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from foveal.config.former import is_former, take_over
 from foveal.config.keys import Key, known_keys, nearest_key, section_names
 from foveal.config.rules import broken_rules
 from foveal.config.schema import Config
@@ -29,14 +30,15 @@ def load_config(argv: list[str]) -> Config:
     Args:
         argv: `config=FILE` (optional) and dotted overrides such as `trainer.max_steps=2`, in YAML syntax; for a key
             given twice the last one counts. `${data.seed}` and `${oc.env:HOME}` are replaced where OmegaConf can
-            resolve them, and stay plain text otherwise; a variable that is not set is an error.
+            resolve them, and stay plain text otherwise; a variable that is not set is an error. Keys of EasyR1's
+            earlier releases get their present names.
 
     Raises:
         ConfigError: one line for each unknown key, value that isn't allowed, and rule that is broken.
     """
-    tree, problems = _read(argv)
+    tree, typed, problems = _read(argv)
     remember(tree)
-    values = dict(_leaves(tree))
+    values, notes = take_over(dict(_leaves(tree)), typed)
     unknown = [name for name in values if name not in known_keys() and name not in section_names()]
     problems += [_unknown_key(name) for name in unknown]
     unset = [name for name in values if name not in unknown and _UNSET.search(str(values[name]))]
@@ -45,7 +47,7 @@ def load_config(argv: list[str]) -> Config:
     problems += [_wrong_value(name, values[name]) for name in wrong]
 
     good = {name: value for name, value in values.items() if name not in {*unknown, *unset, *wrong}}
-    config = _build(good)
+    config = _build(good, notes)
     # A rule about a key that is wrong already would speak about a value that nobody gave.
     doubtful = {*wrong, *unset, *(nearest_key(name) for name in unknown)}
     problems += [rule.text for rule in broken_rules(config) if doubtful.isdisjoint(rule.keys)]
@@ -60,8 +62,8 @@ def render(config: Config) -> str:
     return write_yaml(masked(config.model_dump(mode="json")))
 
 
-def _read(argv: list[str]) -> tuple[Tree, list[str]]:
-    """The file with the overrides laid over it, and what is wrong with the arguments themselves."""
+def _read(argv: list[str]) -> tuple[Tree, set[str], list[str]]:
+    """The file with the overrides laid over it, the overrides' keys, and what is wrong with the arguments."""
     problems: list[str] = []
     overrides: list[tuple[str, str]] = []
     files: list[str] = []
@@ -87,9 +89,10 @@ def _read(argv: list[str]) -> tuple[Tree, list[str]]:
             problems.append(str(error))
     try:
         node = OmegaConf.create(_escape(tree))
-        return _resolved(node, OmegaConf.to_container(node, resolve=False)), problems
+        values = _resolved(node, OmegaConf.to_container(node, resolve=False))
     except RecursionError:
         raise ConfigError(f"config={', '.join(files)}: an anchor (&) holds itself, or mappings lie too deep") from None
+    return values, {name for name, _ in overrides}, problems
 
 
 def _unset_variable(key: str, text: str) -> str:
@@ -147,7 +150,7 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for part, value in tree.items():
         name = f"{prefix}{part}"
         key = known_keys().get(name)
-        if key is None and isinstance(value, dict) and (value or name in section_names()):
+        if key is None and not is_former(name) and isinstance(value, dict) and (value or name in section_names()):
             yield from _leaves(value, f"{name}.")
         elif value is None and name in section_names():
             continue
@@ -187,7 +190,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}…"
 
 
-def _build(values: dict[str, Any]) -> Config:
+def _build(values: dict[str, Any], notes: list[str]) -> Config:
     tree: Tree = {}
     for name, value in values.items():
         section = tree
@@ -200,4 +203,5 @@ def _build(values: dict[str, Any]) -> Config:
     except ValidationError as error:  # each value was checked on its own before
         raise ConfigError(str(error)) from error
     config._given = frozenset(values)
+    config._notes = tuple(notes)
     return config

@@ -83,9 +83,10 @@ def no_effect(config: Config, engine: Literal["vllm", "transformers"]) -> list[s
 
 
 def remarks(config: Config) -> list[str]:
-    """Lines about values that are accepted and may not do what their author meant."""
+    """Lines about keys and values that are accepted and may not do what their author meant."""
     actor = config.worker.actor
-    lines = [
+    lines = [*config.notes]
+    lines += [
         f"{role}.fsdp.torch_dtype=bf16 with {role}.optim.strategy=adamw rounds most steps of a small learning rate "
         f"away; {role}.optim.strategy=adamw_bf16 rounds them stochastically"
         for role in trained_roles(config)

@@ -156,11 +156,17 @@ class Config(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Which devices do what.")
 
     _given: frozenset[str] = PrivateAttr(frozenset())
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
     def given(self) -> frozenset[str]:
         """Dotted keys that the file or the command line set."""
         return self._given
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about how keys were read, for the start of the run."""
+        return self._notes
 
     @property
     def training_devices(self) -> int:

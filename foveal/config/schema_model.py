@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from foveal.config.sections import Dtype, Float, NotNegative, Positive, PositiveOrOff, Section
+from foveal.config.sections import Dtype, Float, Mapping, NotNegative, Positive, PositiveOrOff, Section
 
 
 def _split_names(value: Any) -> Any:
@@ -50,7 +50,7 @@ class ModelConfig(Section):
     tokenizer_path: str | None = Field(
         default=None, description="Folder or hub id of the tokenizer and processor; null means the model's."
     )
-    override_config: dict[str, Any] = Field(
+    override_config: Mapping = Field(
         default_factory=dict, description="Values to set in the model's own configuration."
     )
     enable_gradient_checkpointing: Checkpointing = Field(

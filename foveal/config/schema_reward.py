@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from foveal.config.sections import Float, NotNegative, Positive, Section
+from foveal.config.sections import Float, Mapping, NotNegative, Positive, Section
+
+
+def _former_type(value: Any) -> Any:
+    return "sequential" if value == "function" else value  # as EasyR1 called it at first
 
 
 class RewardFunctionConfig(Section):
@@ -28,8 +32,13 @@ class RewardConfig(Section):
         default=None,
         description="`FILE:function` or `package.module:function`, or a class there; `main` when no name is given.",
     )
-    reward_function_kwargs: dict[str, Any] = Field(
+    reward_function_kwargs: Mapping = Field(
         default_factory=dict, description="Further keyword arguments of the reward function."
+    )
+    reward_type: Annotated[Literal["batch", "sequential"] | None, BeforeValidator(_former_type)] = Field(
+        default=None,
+        description="How a function is called that has no REWARD_TYPE: `sequential` once for each answer, `batch` with "
+        "the list of all; null: `batch`.",
     )
     functions: dict[str, RewardFunctionConfig] = Field(
         default_factory=dict,

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from foveal.config.schema_model import FsdpConfig, RefOffloadConfig, TrainedConfig
 from foveal.config.schema_reward import RewardConfig
-from foveal.config.sections import Dtype, Float, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
+from foveal.config.sections import Dtype, Float, Mapping, NameOrFile, NotNegative, Positive, PositiveOrOff, Section
 
 POLICY_LOSSES = ("default", "gspo", "gspo_token", "cispo", "sapo", "policy_gradient")
 """The names that `foveal.algorithm` registers."""
@@ -137,7 +137,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Positive = Field(default=8192, description="Tokens that vLLM handles in one pass.")
     disable_log_stats: bool = Field(default=True, description="No effect: vLLM's own statistics are never printed.")
     disable_tqdm: bool = Field(default=False, description="Show no progress bar while answers are sampled.")
-    val_override_config: dict[str, Any] = Field(
+    val_override_config: Mapping = Field(
         default_factory=dict,
         description="Sampling in validation: any sampling parameter. Others are as in training, except n, which is 1.",
     )

@@ -23,6 +23,13 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _null_is_empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
+Mapping = Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]
+"""Values by name. One on the command line is laid over the file's, as OmegaConf does, and null empties it."""
+
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[Int, Field(ge=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ class FormatPrompt:
     """
 
     def __init__(self, file: str) -> None:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise DataError(f"data.format_prompt: there is no file {file} (looked for from {Path.cwd()}).")
+        path = Path(os.path.expanduser(file))
+        if not os.path.isfile(path):  # unlike Path's, without an error where a text is too long for a name
+            raise DataError(
+                f"data.format_prompt: there is no file {file[:200]} (looked for from {Path.cwd()}). If that is the "
+                "text itself, as EasyR1 had it at first, write {{ content }} and the text into a file and name that."
+            )
         try:
             self._text = path.read_text(encoding="utf-8").strip()
             self._template = _ENVIRONMENT.from_string(self._text)

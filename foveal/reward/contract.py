@@ -22,12 +22,14 @@ class FunctionSpec:
         name: of the function or class in it.
         kwargs: keyword arguments to bind; those of the constructor for a class.
         concurrency: answers that an `async def` function of one dict works on at a time, in each process.
+        kind: how it is called where it has no REWARD_TYPE; None when nobody says.
     """
 
     path: str
     name: str
     kwargs: dict[str, Any]
     concurrency: int = 1
+    kind: Literal["batch", "sequential"] | None = None
 
     @property
     def label(self) -> str:
@@ -39,9 +41,9 @@ class FunctionInfo:
     """What the loaded function says of itself, or its module.
 
     Attributes:
-        kind: REWARD_TYPE; "batch" when there is none.
+        kind: REWARD_TYPE, else `worker.reward.reward_type`; "batch" when there is neither.
         split_groups: REWARD_SPLIT = "group": a batch function is called once for each group.
-        declares_kind: whether there is a REWARD_TYPE.
+        declares_kind: whether there is either.
         is_async: written with `async def`.
         time_limit: REWARD_TIME_LIMIT, the seconds that an answer takes at most; None when there is none.
     """

@@ -25,7 +25,7 @@ WORDS = {
 }
 UNDECLARED = (
     "The module has no REWARD_TYPE, so the function is given a list of dicts; one that takes a single dict needs "
-    'REWARD_TYPE = "sequential"'
+    'REWARD_TYPE = "sequential", or worker.reward.reward_type=sequential'
 )
 
 

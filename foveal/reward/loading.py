@@ -81,15 +81,15 @@ def load(spec: FunctionSpec) -> Loaded:
             "Name one with worker.reward.reward_function=FILE:function"
         )
     file = str(getattr(module, "__file__", spec.path))
-    declaring: list[Any] = [module]
     if inspect.isclass(found):
         instance = _build(found, spec, file)
         function = _method(instance, spec)
-        declaring = [instance, module]
-    else:
-        _check_arguments(found, spec, (None,), "one argument and ")
-        function = partial(found, **spec.kwargs)
-    return Loaded(function, _read_info(declaring, spec.label, _is_async(function)), file)
+        return Loaded(function, _read_info([instance, module], spec, _is_async(function)), file)
+    takes_truth = _takes_truth(found)
+    _check_arguments(found, spec, 2 if takes_truth else 1)
+    function = partial(found, **spec.kwargs)
+    info = _read_info([module], spec, _is_async(function))
+    return Loaded(_with_two_arguments(function, info, spec) if takes_truth else function, info, file)
 
 
 def _import_file(path: str) -> ModuleType:
@@ -136,7 +136,7 @@ def _failed(what: str, error: BaseException, file: str) -> RewardError:
 
 def _build(found: type[Any], spec: FunctionSpec, file: str) -> Any:
     """An instance of the user's class; a RewardError of its own passes as it is."""
-    _check_arguments(found, spec, (), "")
+    _check_arguments(found, spec, 0)
     try:
         return found(**spec.kwargs)
     except RewardError:
@@ -153,18 +153,41 @@ def _method(instance: Any, spec: FunctionSpec) -> Callable[[Any], Any]:
     return function
 
 
-def _check_arguments(found: Callable[..., Any], spec: FunctionSpec, positional: tuple[None, ...], also: str) -> None:
+def _check_arguments(found: Callable[..., Any], spec: FunctionSpec, positional: int) -> None:
     try:
         signature = inspect.signature(found)
     except ValueError:  # written in C, without a signature
         return
     try:
-        signature.bind(*positional, **spec.kwargs)
+        signature.bind(*[None] * positional, **spec.kwargs)
     except TypeError as error:
+        also = ("", "one argument and ", "two arguments and ")[positional]
         raise RewardError(
             f"{spec.label}{signature} does not take {also}the keyword arguments {masked(spec.kwargs)}: {error}. They "
-            "are worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions"
+            "are worker.reward.reward_function_kwargs, or kwargs of its entry in worker.reward.functions. What "
+            "it needs of a row is in its one argument: a dict, or a list of dicts, as docs/rewards.md shows"
         ) from None
+
+
+def _takes_truth(found: Callable[..., Any]) -> bool:
+    """Whether it is a function of responses and truths, as EasyR1 had them until 0.3.0."""
+    try:
+        second = list(inspect.signature(found).parameters.values())[1:2]
+    except ValueError:  # written in C, without a signature
+        return False
+    return any(one.name.startswith("ground_truth") and one.default is one.empty for one in second)
+
+
+def _with_two_arguments(function: Callable[..., Any], info: FunctionInfo, spec: FunctionSpec) -> Callable[[Any], Any]:
+    """The same as a function of dicts."""
+    if not info.declares_kind:
+        raise RewardError(
+            f"{spec.label} takes two arguments, as functions of EasyR1 0.3.0 and before: a response and its truth "
+            "(worker.reward.reward_type=sequential), or lists of them (worker.reward.reward_type=batch). Set one"
+        )
+    if info.kind == "sequential":
+        return lambda one: function(one["response"], one["ground_truth"])
+    return lambda inputs: function([one["response"] for one in inputs], [one["ground_truth"] for one in inputs])
 
 
 def _is_async(function: Callable[[Any], Any]) -> bool:
@@ -172,8 +195,9 @@ def _is_async(function: Callable[[Any], Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
-def _read_info(declaring: list[Any], label: str, is_async: bool) -> FunctionInfo:
-    """The declarations of the instance of a class, else those of its module."""
+def _read_info(declaring: list[Any], spec: FunctionSpec, is_async: bool) -> FunctionInfo:
+    """The declarations of the instance of a class, else those of its module, else what the configuration says."""
+    label = spec.label
 
     def declared(name: str) -> Any:
         return next((value for one in declaring if (value := getattr(one, name, None)) is not None), None)
@@ -181,6 +205,7 @@ def _read_info(declaring: list[Any], label: str, is_async: bool) -> FunctionInfo
     kind = declared("REWARD_TYPE")
     if kind not in (None, "batch", "sequential"):
         raise RewardError(f'{label}: REWARD_TYPE is {kind!r}; allowed are "batch" and "sequential"')
+    kind = kind or spec.kind
     split = declared("REWARD_SPLIT")
     if split not in (None, "group"):
         raise RewardError(f'{label}: REWARD_SPLIT is {split!r}; the only value is "group"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foveal.config.schema_reward import RewardConfig
 from foveal.errors import RewardError
@@ -112,13 +113,13 @@ def make_parts(config: RewardConfig) -> list[RewardPart]:
     Raises:
         RewardError: none is named, or a file is missing.
     """
+    told: dict[str, Any] = {"concurrency": config.concurrency, "kind": config.reward_type}
     if not config.functions:
         spec = parse_spec(config.reward_function, config.reward_function_kwargs)
-        return [RewardPart(config, replace(spec, concurrency=config.concurrency))]
+        return [RewardPart(config, replace(spec, **told))]
     parts = []
     for name, one in config.functions.items():
-        spec = parse_spec(one.function, one.kwargs, f"functions.{name}.function")
-        spec = replace(spec, concurrency=config.concurrency)
+        spec = replace(parse_spec(one.function, one.kwargs, f"functions.{name}.function"), **told)
         parts.append(RewardPart(config, spec, name, one.weight, tuple(one.only_for)))
     return parts
 
