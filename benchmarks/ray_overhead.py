@@ -3,10 +3,11 @@
     python3 benchmarks/ray_overhead.py --out benchmarks/results/ray_overhead_3B.json
 
 Both sides make the same steps with the size of Qwen2.5-VL-3B and random weights, one after the other, each in a process
-of its own, as two of them do not fit into one GPU's memory. Steps are compared in pairs after the first two; in the
-first one, what goes through Ray is counted. `--engine vllm` samples with vLLM (about 80 s more for each side to start;
-`worker.rollout.enforce_eager=true` shortens that), `--tiny` tries the script out on a CPU. KEY=VALUE arguments go to
-`foveal train`.
+of its own, as two of them do not fit into one GPU's memory; not on two GPUs at once, which differ by as much as is
+measured here. Steps are compared in pairs after the first two: by the trainer's own timers, and from one step's
+beginning to the next's, which holds what lies between them too. In the first one, what goes through Ray is counted.
+`--engine vllm` samples with vLLM (about 80 s more for each side to start; `worker.rollout.enforce_eager=true` shortens
+that), `--tiny` tries the script out on a CPU. KEY=VALUE arguments go to `foveal train`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,7 +65,8 @@ def run_side(side: str, out: Path, arguments: list[str]) -> None:
 
     traffic: dict[str, dict[str, int]] = {}
     started, ready = time.perf_counter(), 0.0
-    start = trainer.start_workers
+    begun: list[float] = []
+    start, train_step = trainer.start_workers, trainer.Trainer.train_step
 
     def start_workers(config: Any, processing: Any, **options: Any) -> Any:
         nonlocal ready
@@ -77,10 +80,16 @@ def run_side(side: str, out: Path, arguments: list[str]) -> None:
         ready = time.perf_counter() - started
         return workers
 
+    def timed_step(self: Any) -> None:
+        begun.append(time.perf_counter())
+        train_step(self)
+
+    trainer.Trainer.train_step = timed_step  # type: ignore[method-assign]
     trainer.start_workers = start_workers  # which takes the worker of a single device into this process
     trainer.Trainer.save = lambda *_, **__: None  # type: ignore[method-assign]  # half a minute each
     assert foveal(["train", *arguments]) == 0
-    out.write_text(json.dumps({"start_up_seconds": ready, "bytes": traffic}))
+    whole = [after - before for before, after in pairwise(begun)]
+    out.write_text(json.dumps({"start_up_seconds": ready, "whole_step_seconds": whole, "bytes": traffic}))
 
 
 def count_traffic(found: dict[str, dict[str, int]]) -> None:
@@ -121,11 +130,12 @@ def count_traffic(found: dict[str, dict[str, int]]) -> None:
     Crew.call, Crew.stream = counted_call, counted_stream  # type: ignore[method-assign, assignment]
 
 
-def compared(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def compared(records: dict[str, list[dict[str, Any]]], whole: dict[str, list[float]]) -> dict[str, Any]:
     """Median seconds of each phase on both sides, and how the steps compare.
 
     Args:
         records: of each side, a record a step as in experiment_log.jsonl.
+        whole: of each side, seconds from each step's beginning to the next's.
     """
     later = {side: steps[WARM_UP:] for side, steps in records.items()}
     phases = {
@@ -137,6 +147,9 @@ def compared(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "seconds": phases,
         "step_ratios": [ray["timing_s"]["step"] / own["timing_s"]["step"] for own, ray in pairs],
         "ratio": median(ray["timing_s"]["step"] / own["timing_s"]["step"] for own, ray in pairs),
+        "whole_step_ratio": median(
+            ray / own for own, ray in zip(*(whole[side][WARM_UP:] for side in SIDES), strict=True)
+        ),
         "added_seconds": {
             name: median(ray["timing_s"][name] - own["timing_s"][name] for own, ray in pairs)
             for name in phases["in_process"]
@@ -154,7 +167,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--prompts", type=int, default=16, help="a step; five answers each")
     parser.add_argument("--response", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="four or more")
     parser.add_argument("--pixels", type=int, nargs=2, default=(672, 448))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -185,7 +198,7 @@ def main() -> None:
             log = root / side / "experiment_log.jsonl"
             records[side] = [json.loads(line) for line in log.read_text().splitlines()]
             result[side] = json.loads(out.read_text())
-    result |= compared(records)
+    result |= compared(records, {side: result[side]["whole_step_seconds"] for side in SIDES})
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:

@@ -20,6 +20,7 @@ ip=$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ { print $1; exit }')
 ip=${ip:-$(hostname -I | cut -d " " -f 1)} # this script runs on the first node
 export ADDRESS=$ip:$port
 export RAY_worker_niceness=0 # 15 by default: what drives a GPU would wait for whatever else runs
+export RAY_health_check_timeout_ms=3000 # a node that vanishes is noticed after half a minute instead of one
 # Without a token everybody on the network could run code in this cluster.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 export RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")}

@@ -71,5 +71,8 @@ class StopSignals:
         try:
             self.check()
             yield
+        except (SystemError, SystemExit):  # what Ray's compiled code makes of a Stopped that is raised inside it
+            self.check()
+            raise
         finally:
             self._interruptible = False

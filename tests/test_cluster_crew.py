@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +17,15 @@ import pytest
 
 ray: Any = pytest.importorskip("ray")
 
-from foveal.cluster.crew import Crew  # noqa: E402
+from foveal.cluster.actor import Actor as Base  # noqa: E402
+from foveal.cluster.crew import Crew, _result  # noqa: E402
 from foveal.cluster.engines import Engines  # noqa: E402
 from foveal.cluster.failures import Whereabouts  # noqa: E402
-from foveal.cluster.launch import everyone  # noqa: E402
+from foveal.cluster.launch import everyone, gather  # noqa: E402
+from foveal.cluster.ray_cluster import Cluster  # noqa: E402
 from foveal.config import load_config  # noqa: E402
 from foveal.errors import DataError, EngineError, FovealError, WorkerError  # noqa: E402
+from foveal.signals import Stopped, StopSignals  # noqa: E402
 from tests.cluster_support import import_this_checkout  # noqa: E402
 from tests.small_run import small_run  # noqa: E402
 
@@ -76,6 +82,18 @@ class Actor:
 
     def lines(self) -> list[tuple[str, str]]:
         return [("note", f"from {self.rank}")]
+
+
+class Dying(Base):
+    """Ends before it can tell where it is."""
+
+    def __init__(self, folder: str) -> None:
+        print("something of use", file=sys.stderr, flush=True)
+        os._exit(3)
+
+    def _sampler(self) -> Any: ...
+
+    def _sample(self, *_: Any) -> Any: ...
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +171,9 @@ def test_items_come_as_they_are_made(crew: Crew) -> None:
     assert [value for rank, value in items if rank == 1] == list(range(6))
 
 
-def test_a_stream_that_was_left_is_broken_off_before_the_next_call(crew: Crew) -> None:
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_stream_that_was_left_is_broken_off_before_the_next_call(crew: Crew, in_step: bool) -> None:
+    crew.in_step = in_step
     for _ in crew.stream("counting", "count", lambda rank: (100_000,)):
         break
     started = time.monotonic()
@@ -166,6 +186,36 @@ def test_after_a_mistake_in_a_stream_the_workers_can_be_called(crew: Crew) -> No
     with pytest.raises(DataError):
         list(crew.stream("counting", "count", lambda rank: (4 if rank else 100_000,)))
     assert crew.call("doubling", "double", lambda rank: (1,)) == [2, 2]
+
+
+def test_where_all_take_every_step_together_a_failure_of_one_ends_the_calls_at_once(crew: Crew) -> None:
+    crew.in_step = True
+    started = time.monotonic()
+    with pytest.raises(DataError):
+        list(crew.stream("counting", "count", lambda rank: (4 if rank else 100_000,)))
+    with pytest.raises(WorkerError, match="have ended"):
+        crew.call("doubling", "double", lambda rank: (1,))
+    assert time.monotonic() - started < 20
+
+
+def test_a_stop_signal_comes_out_of_rays_compiled_code_as_it_is(crew: Crew) -> None:
+    busy = crew.actors[0].fail.remote("sleep", 0)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with StopSignals() as signals, pytest.raises(Stopped), signals.interruptible():
+        _result(busy)
+
+
+def test_a_worker_that_dies_before_it_can_tell_where_it_is(cluster: None) -> None:
+    config = load_config(["trainer.n_gpus_per_node=2", "worker.rollout.n=2"])
+    held = Cluster(config)
+    try:
+        with pytest.raises(WorkerError) as caught:
+            gather(config, held, Dying, range(2), in_step=False)
+    finally:
+        held.close()
+    message = str(caught.value)
+    assert re.match(r"a worker \(\S+, process \d+\) died during the start of the processes: ", message), message
+    assert "something of use" in message
 
 
 def test_an_engine_that_fails_while_it_takes_weights_ends_the_workers_that_wait_for_it(

@@ -43,6 +43,7 @@ class Seen:
     after_abort: Answers
     updated: Answers
     updated_gap: float
+    stopped_after: int
     own: Answers
     own_gap: float
     adapter_gap: float
@@ -80,7 +81,7 @@ def in_processes(rank: int, folder: Path) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    together = as_one_engine(folder)
+    together = as_one_engine(folder, rank)
     apart = as_two_engines(folder, rank)
     adapted = with_an_adapter(folder)
     ranks = torch.tensor(float(rank + 1))
@@ -103,7 +104,7 @@ def in_a_single_process(rank: int, folder: Path) -> None:
     side.engine.close()
 
 
-def as_one_engine(folder: Path) -> tuple[Answers, float, Answers, Answers, Answers, float]:
+def as_one_engine(folder: Path, rank: int) -> tuple[Answers, float, Answers, Answers, Answers, float, int]:
     side = start(folder, processes=2)
     groups = side.engine.generate(side.prompts(SHARED), SAMPLING, side.version)
     gap = side.gap(groups)
@@ -114,8 +115,9 @@ def as_one_engine(folder: Path) -> tuple[Answers, float, Answers, Answers, Answe
         side.hand_over()
         updated = side.engine.generate(side.prompts(SHARED), SAMPLING, side.version)
         updated_gap = side.gap(updated)
+    steps = stop_one(side, rank)
     side.engine.close()
-    return tokens(groups), gap, aborted, after_abort, tokens(updated), updated_gap
+    return tokens(groups), gap, aborted, after_abort, tokens(updated), updated_gap, steps
 
 
 def abort_some(side: Side) -> tuple[Answers, Answers]:
@@ -129,6 +131,22 @@ def abort_some(side: Side) -> tuple[Answers, Answers]:
         groups.append(group)
     again = side.engine.generate(prompts, SAMPLING, side.version)
     return tokens(groups), tokens(again)
+
+
+def stop_one(side: Side, rank: int) -> int:
+    """Steps of this process when the second one had been asked to stop after thirty."""
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    side.engine.on_step = count
+    side.engine.stop_asked = lambda: rank == 1 and steps > 30
+    side.engine.submit(side.prompts([1, 0]), Sampling(n=3, max_tokens=250, seed=7, ignore_eos=True), side.version)
+    with pytest.raises(EngineError, match="asked to stop"):
+        list(side.engine.collect())
+    return steps
 
 
 def as_two_engines(folder: Path, rank: int) -> tuple[Answers, float]:
@@ -183,6 +201,10 @@ def test_processes_stay_together_when_answers_are_aborted(seen: list[Seen]) -> N
     assert list(first.aborted.items()) == list(second.aborted.items()) and len(first.aborted) == 12
     assert any(len(answer) < 200 for answers in first.aborted.values() for answer in answers)
     assert list(first.after_abort.items()) == list(second.after_abort.items())
+
+
+def test_processes_of_one_engine_stop_together_when_one_is_asked_to(seen: list[Seen]) -> None:
+    assert seen[0].stopped_after == seen[1].stopped_after < 60
 
 
 def test_engines_of_one_process_each_answer_their_own_prompts(seen: list[Seen]) -> None:

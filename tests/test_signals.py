@@ -57,3 +57,21 @@ def test_the_former_handlers_come_back(heard: list[int]) -> None:
         pass
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
+
+
+def stopped_in_compiled_code() -> None:
+    """As Ray's waits end where a handler has raised."""
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Stopped:
+        raise SystemExit(1) from None
+
+
+def test_what_compiled_code_makes_of_a_stop_is_a_stop() -> None:
+    with StopSignals() as signals, pytest.raises(Stopped), signals.interruptible():
+        stopped_in_compiled_code()
+
+
+def test_an_exit_that_nobody_asked_for_stays_one() -> None:
+    with StopSignals() as signals, pytest.raises(SystemExit), signals.interruptible():
+        raise SystemExit(1)

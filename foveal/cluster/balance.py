@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+
+import numpy as np
 
 from foveal.models.flops import FlopCounter, Work
 from foveal.models.grids import Grid
@@ -63,6 +64,9 @@ def _triangle(length: int) -> int:
 
 
 def _grids(ids: Sequence[int], media_ids: set[int], merge: int) -> Iterable[Grid]:
-    for is_media, run in groupby(ids, key=media_ids.__contains__):
-        if is_media:
-            yield 1, merge, merge * sum(1 for _ in run)
+    array, is_media = np.asarray(ids), np.zeros(len(ids) + 2, bool)
+    for media_id in media_ids:
+        is_media[1:-1] |= array == media_id
+    edges = np.flatnonzero(is_media[1:] != is_media[:-1])  # where runs begin and end, by turns
+    for length in (edges[1::2] - edges[::2]).tolist():
+        yield 1, merge, merge * length

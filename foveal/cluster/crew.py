@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -39,16 +39,17 @@ class Crew:
         actors: of `Member`, in the order of their ranks.
         places: where each of them is.
         timeout: seconds that a stage may take, or a stream go without an item.
-        stoppable: whether a stream may be broken off.
+        in_step: whether some of them take every step of a stream together, so that what one fails with leaves others
+            waiting for it.
     """
 
     def __init__(
-        self, actors: Sequence[Any], places: Sequence[Whereabouts], timeout: float, *, stoppable: bool = True
+        self, actors: Sequence[Any], places: Sequence[Whereabouts], timeout: float, *, in_step: bool = False
     ) -> None:
         self.actors = actors
         self.places = places
         self.timeout = timeout
-        self.stoppable = stoppable
+        self.in_step = in_step
         self._failed = False
         self._failure: WorkerError | None = None  # what the workers ended with
         self._explaining = threading.Lock()  # calls may fail in two threads, for one reason
@@ -84,7 +85,7 @@ class Crew:
             for ref in ready:
                 pending.remove(ref)
                 try:
-                    found[ranks[ref]] = ray.get(ref)
+                    found[ranks[ref]] = _result(ref)
                 except RayError as error:
                     others = {ranks[other]: other for other in pending}  # they may wait for this one for ever
                     raise self._explained(stage, error, ranks[ref], others, fatal=True) from None
@@ -132,14 +133,14 @@ class Crew:
         [stream] = ready
         rank = self._streams[stream]
         try:
-            return rank, ray.get(next(stream))
+            return rank, _result(stream)
         except StopIteration:
             del self._streams[stream]
             return None
         except RayError as error:
             del self._streams[stream]
             others = {r: s for s, r in self._streams.items()}
-            raise self._explained(stage, error, rank, others, fatal=not self.stoppable) from None
+            raise self._explained(stage, error, rank, others, fatal=self.in_step) from None
 
     def print_lines(self, patience: float = _PATIENCE) -> None:
         """Shows what the workers had to say; whoever doesn't answer now is heard the next time.
@@ -159,7 +160,7 @@ class Crew:
                 rank = requests[ref]
                 del self._asked[rank]
                 with suppress(RayError):
-                    self._show(rank, ray.get(ref), said)
+                    self._show(rank, _result(ref), said)
         finally:
             self._asking.release()
 
@@ -201,14 +202,13 @@ class Crew:
             raise WorkerError(str(self._failure or "the workers have ended"))
 
     def _end_streams(self) -> None:
-        """Breaks off what a consumer has left; where that can't be, waits for its end."""
+        """Breaks off what a consumer has left."""
         streams, self._streams = self._streams, {}
         if not streams:
             return
-        if self.stoppable:
-            for actor in self.actors:
-                actor.stop.remote(self._stream_number)
-        end = time.monotonic() + (_STOPPING if self.stoppable else self.timeout)
+        for actor in self.actors:
+            actor.stop.remote(self._stream_number)
+        end = time.monotonic() + _STOPPING
         pending = list(streams)
         while pending:
             ready = _wait(pending)
@@ -217,7 +217,7 @@ class Crew:
                 raise self._ended(f"{describe(place)} did not stop sampling\n{place.end_of_log()}")
             for stream in ready:
                 try:
-                    ray.get(next(stream))
+                    _result(stream)
                 except RayActorError as error:
                     raise self._explained("sampling", error, streams[stream], {}, fatal=True) from None
                 except (StopIteration, RayError):
@@ -243,7 +243,7 @@ class Crew:
                 for other in [other for other, ref in waiting.items() if ref in ready]:
                     ref = waiting.pop(other)
                     try:
-                        ray.get(next(ref) if isinstance(ref, ray.ObjectRefGenerator) else ref)
+                        _result(ref)
                     except RayError as failure:
                         failures[other] = failure
                     except StopIteration:
@@ -279,7 +279,20 @@ class Crew:
 
 def _wait(refs: list[Any], count: int = 1, patience: float = _PAUSE) -> list[Any]:
     """Those that have something: up to `count`, after so many seconds fewer or none."""
-    try:
+    with _as_raised():
         return list(ray.wait(refs, num_returns=count, timeout=patience)[0])
-    except SystemError as error:  # a handler of signals raised something while Ray's compiled code was at work
+
+
+def _result(of: Any) -> Any:
+    """What a call returned, or the next item of a stream; one that has something."""
+    with _as_raised():
+        return ray.get(next(of) if isinstance(of, ray.ObjectRefGenerator) else of)
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """What a handler of signals raises while Ray's compiled code is at work comes out of it as a SystemError."""
+    try:
+        yield
+    except SystemError as error:
         raise error.__cause__ or error from None

@@ -18,17 +18,16 @@ class _Batch:
 
     Attributes:
         owners: the team of each group.
+        shares: the groups of each team.
         responses: of each team, in the order of its groups.
         known: of each of these, columns that the team has.
     """
 
     groups: list[Group]
     owners: list[int]
+    shares: list[list[Group]]
     responses: list[list[Response]]
     known: list[list[set[str]]]
-
-    def of_team(self, team: int) -> list[Group]:
-        return [group for group, owner in zip(self.groups, self.owners, strict=True) if owner == team]
 
 
 class Dispatch:
@@ -86,7 +85,7 @@ class Dispatch:
         batch, is_new = self._batch_of(groups)
         deliveries = []
         for team in range(self.teams):
-            own = batch.of_team(team)
+            own = batch.shares[team]
             packed = pack_groups(own, logprobs=self._with_logprobs) if is_new else None
             filled = pack_columns(batch.responses[team], batch.known[team], columns)
             for rank in self._ranks(team):
@@ -118,11 +117,13 @@ class Dispatch:
             return self._batch, False
         costs = [self._cost(group) for group in groups]
         owners = assign(costs, self._homes(groups), self._batch_size, self.teams)
-        batch = self._batch = _Batch(list(groups), owners, [], [])
-        for team in range(self.teams):
-            batch.responses.append([response for group in batch.of_team(team) for response in group.responses])
-            batch.known.append([set() for _ in batch.responses[team]])
-        return batch, True
+        shares: list[list[Group]] = [[] for _ in range(self.teams)]
+        for group, owner in zip(groups, owners, strict=True):
+            shares[owner].append(group)
+        responses = [[response for group in share for response in group.responses] for share in shares]
+        known: list[list[set[str]]] = [[set() for _ in own] for own in responses]
+        self._batch = _Batch(list(groups), owners, shares, responses, known)
+        return self._batch, True
 
     def _homes(self, groups: Sequence[Group]) -> list[set[int]]:
         """Of each group the teams with a worker that has its prompt."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +30,10 @@ class Whereabouts:
 
     Attributes:
         rank: its number; -1 before it has one.
-        host: its machine, and node: Ray's id of it.
+        host: its machine, and node: Ray's id of it, or nothing before it has told.
         gpu: the number of its GPU there, or nothing.
-        pid: its id, and log: the file of its errors, on its machine.
+        pid: its id, and log: the file of its errors, on its machine; a pattern for those of Ray's files before it has
+            told.
     """
 
     rank: int
@@ -48,6 +52,8 @@ class Whereabouts:
 
     def end_of_log(self) -> str:
         """The last lines of its log, read by a task on its machine."""
+        if not self.node:
+            return "Where its log is it could not tell."
         strategy = NodeAffinitySchedulingStrategy(self.node, soft=False)
         remote: Any = ray.remote
         read = remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(_tail)
@@ -59,6 +65,8 @@ class Whereabouts:
 
 
 def describe(place: Whereabouts) -> str:
+    if place.rank < 0:
+        return f"a worker ({place.host}, process {place.pid})" if place.pid else f"a worker ({place.host})"
     gpu = f"GPU {place.gpu}, " if place.gpu else ""
     return f"worker {place.rank} ({place.host}, {gpu}process {place.pid})"
 
@@ -83,6 +91,7 @@ def explain(stage: str, failures: Mapping[int, RayError], places: Sequence[Where
         rank = next(iter(failures))
     place, cause = places[rank], _cause(failures[rank])
     if isinstance(cause, RayActorError):
+        place = _found(place, str(cause))
         log = place.end_of_log()  # first: until it gives up, Ray may learn that the machine is gone
         if place.is_lost():
             return WorkerError(
@@ -101,9 +110,24 @@ def explain(stage: str, failures: Mapping[int, RayError], places: Sequence[Where
     return WorkerError(f"{describe(place)} failed during {stage}:\n{str(failures[rank]).strip()}\n{place.end_of_log()}")
 
 
+def _found(place: Whereabouts, told: str) -> Whereabouts:
+    """Where a process was that ended before it could tell: what Ray says of its end."""
+    pid, ip = re.search(r"\bpid[:=]\s*(\d+)", told), re.search(r"\bip[:=]\s*([\w.:]+)", told)
+    if place.node or not pid or not ip:
+        return place
+    node = next((node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == ip[1]), None)
+    if node is None:
+        return place
+    name, number = node["NodeManagerHostname"], pid[1]
+    return replace(place, host=name, node=node["NodeID"], pid=int(number), log=f"worker-*-{number}.err")
+
+
 def _tail(path: str) -> list[str]:
     """The last lines of what a process wrote to its output and its errors."""
     lines: list[str] = []
+    if not os.path.isabs(path):  # beside that of this process
+        folder = os.path.dirname(os.readlink("/proc/self/fd/2")) if os.path.exists("/proc/self/fd/2") else ""
+        path = next(glob.iglob(os.path.join(glob.escape(folder), path)), path)
     for name in (path.removesuffix(".err") + ".out", path):
         try:
             with open(name, "rb") as file:

@@ -17,11 +17,11 @@ from foveal.cluster.ray_cluster import Cluster
 from foveal.config import Config
 
 
-def gather(config: Config, cluster: Cluster, kind: type[Actor], devices: range, *, stoppable: bool) -> Crew:
+def gather(config: Config, cluster: Cluster, kind: type[Actor], devices: range, *, in_step: bool) -> Crew:
     """Starts a process for each of some devices, counted machine by machine. Ranks go by machine, and on each by GPU.
 
     Args:
-        stoppable: as of `Crew`.
+        in_step: as of `Crew`.
     """
     trainer = config.trainer
     remote: Any = ray.remote
@@ -38,7 +38,7 @@ def gather(config: Config, cluster: Cluster, kind: type[Actor], devices: range, 
         range(len(actors)), key=lambda i: (places[i].host, places[i].node, len(places[i].gpu), places[i].gpu, i)
     )
     numbered = [places[i].with_rank(devices.start + rank) for rank, i in enumerate(order)]
-    return Crew([actors[i] for i in order], numbered, trainer.stage_timeout, stoppable=stoppable)
+    return Crew([actors[i] for i in order], numbered, trainer.stage_timeout, in_step=in_step)
 
 
 def start(config: Config, crews: Sequence[Crew], shared: Any) -> tuple[list[list[Any]], list[tuple[str, int]]]:
@@ -75,7 +75,7 @@ def _meeting(world: int, timeout: float, rank: int) -> tuple[int, int, float]:
 def everyone(crews: Sequence[Crew]) -> Crew:
     """Several crews to be called at once."""
     actors = [actor for crew in crews for actor in crew.actors]
-    return Crew(actors, [place for crew in crews for place in crew.places], crews[0].timeout, stoppable=False)
+    return Crew(actors, [place for crew in crews for place in crew.places], crews[0].timeout)
 
 
 def patience(config: Config) -> float:

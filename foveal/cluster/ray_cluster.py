@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +12,8 @@ from functools import cache
 from typing import Any
 
 import ray
+import ray._private.worker as ray_worker
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from foveal.config import Config
@@ -23,7 +27,9 @@ _PASSED_ON = ("HF_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TOKENIZERS_", "TRITON
 _PATIENCE = 120
 """Seconds for resources that the cluster has to become free."""
 _JOINING = 5
-"""Seconds for machines that may just be joining."""
+"""Seconds for machines that may just be joining, and for the cluster to accept a connection."""
+_LONGEST_TMPDIR = 107 - len("/ray/session_2026-12-01_00-49-25_758251_4194304/sockets/plasma_store")
+"""Bytes; the paths of Ray's sockets begin with it, and systems take 107."""
 
 
 class Cluster:
@@ -103,12 +109,14 @@ def wait_for_devices(config: Config) -> None:
 @contextmanager
 def visiting() -> Iterator[bool]:
     """Joins, for a look, the cluster that a run would join; whether there is one."""
-    if os.environ.get("RAY_ADDRESS") == "local":
-        yield False
-        return
     try:
-        ray.init(address="auto", **_quiet())
+        address = _address()
+        if address is not None:
+            _reach(address)
+            ray.init(address, **_quiet())
     except ConnectionError:
+        address = None
+    if address is None:
         yield False
         return
     try:
@@ -130,18 +138,53 @@ def connect(devices: int) -> bool:
     store = min(_STORE_BYTES, int(0.3 * (available_memory() or _STORE_BYTES)))
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what drives a GPU would wait for whatever runs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do, and warns of until then
+    internals: Any = ray_worker
+    internals.print_to_stdstream = lambda *_, **__: None  # deaths, of which our own messages say more
     try:
-        cores = max(os.cpu_count() or 1, devices)
-        ray.init(num_cpus=cores, object_store_memory=store, include_dashboard=False, **quiet)
-        return True
-    except ValueError:  # there is a cluster, whose size is not ours to say
-        ray.init(**quiet)
+        address = _address()
+        if address is None:
+            cores = max(os.cpu_count() or 1, devices)
+            ray.init("local", num_cpus=cores, object_store_memory=store, include_dashboard=False, **quiet)
+            return True
+        _reach(address)
+        ray.init(address, **quiet)
         return False
     except ConnectionError as error:
         raise ConfigError(
-            f"cannot join the Ray cluster: {str(error).splitlines()[0]} Start it (`ray start --head`), or unset "
-            "RAY_ADDRESS to run on this machine alone; `ray stop` clears what a dead cluster left."
+            f"cannot join the Ray cluster: {str(error).splitlines()[0].rstrip('.')}. Start it (`ray start --head`), or "
+            "unset RAY_ADDRESS to run on this machine alone; `ray stop` clears what a dead cluster left."
         ) from error
+
+
+def _address() -> str | None:
+    """Of the cluster that a run joins, as `ray.init` would without an address; None where it starts its own. With
+    "auto" Ray would also take what another run has started for itself.
+
+    Raises:
+        ConfigError: RAY_ADDRESS is none.
+        ConnectionError: it is "auto", and no cluster runs here.
+    """
+    folder = os.environ.get("TMPDIR", "")
+    if not folder.isascii() or len(folder) > _LONGEST_TMPDIR:
+        os.environ.setdefault("RAY_TMPDIR", "/tmp")
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell of other runs' clusters
+    try:
+        address: str | None = canonicalize_bootstrap_address(None)
+    except ValueError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: must be host:port of the cluster's head, as `ray start "
+            "--head` prints it (Ray's client and its dashboard are other addresses), or local for this machine alone"
+        ) from error
+    return address
+
+
+def _reach(address: str) -> None:
+    """Raises ConnectionError where nothing answers at an address, for which Ray would wait minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _JOINING).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address} ({error.strerror or error})") from error
 
 
 def _quiet() -> dict[str, Any]:

@@ -52,15 +52,14 @@ class RayWorkers:
         self._crew: Crew | None = None
         self._engines: Engines | None = None
         trained, apart = config.training_devices, config.cluster.rollout_devices > 0
-        # the processes of one engine would stop at different tokens
-        stoppable = self._engine_size == 1
+        in_step = self._engine_size > 1
         try:
-            self._crew = gather(config, self._cluster, Member, range(trained), stoppable=stoppable)
+            self._crew = gather(config, self._cluster, Member, range(trained), in_step=in_step)
             if options["train"]:
                 self._check_folder(config.trainer.checkpoint_dir.absolute())
             if apart:
                 own = range(trained, config.trainer.devices)
-                self._engines = Engines(config, gather(config, self._cluster, EngineMember, own, stoppable=stoppable))
+                self._engines = Engines(config, gather(config, self._cluster, EngineMember, own, in_step=in_step))
             counter = self._start(options)
         except BaseException:
             self._end(0)  # whoever is still busy with starting would not hear

@@ -14,6 +14,8 @@ from foveal.errors import ConfigError, EngineError, ModelError
 from foveal.rollout.vllm_available import vllm_obstacle, vllm_version
 from foveal.types import Group, Prompt, Sampling
 
+STOPPED = "sampling was asked to stop"
+
 
 def check_finite(logprobs: np.ndarray) -> None:
     """Raises ModelError where a sampled token's log-probability is not a number."""
@@ -109,7 +111,7 @@ class RolloutEngine(ABC):
 
     def check_stop(self) -> None:
         if self.stop_asked():
-            raise EngineError("sampling was asked to stop")
+            raise EngineError(STOPPED)
 
     def close(self) -> None:  # noqa: B027 (not every engine holds something)
         """Ends the engine."""

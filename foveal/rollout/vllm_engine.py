@@ -20,7 +20,7 @@ from foveal.cluster.room import needless_spread
 from foveal.config import Config
 from foveal.data.processing import Processing
 from foveal.errors import ConfigError, EngineError
-from foveal.rollout.engine import RolloutEngine, check_finite
+from foveal.rollout.engine import STOPPED, RolloutEngine, check_finite
 from foveal.rollout.vllm_available import vllm_version
 from foveal.rollout.vllm_failures import explain_failure
 from foveal.rollout.vllm_lora import (
@@ -32,7 +32,7 @@ from foveal.rollout.vllm_lora import (
     say_merged,
 )
 from foveal.rollout.vllm_positions import take_over_positions
-from foveal.rollout.vllm_processes import process_count, set_ranks, shut_down
+from foveal.rollout.vllm_processes import any_of_engine, process_count, set_ranks, shut_down
 from foveal.rollout.vllm_requests import RequestBuilder, answer_seed
 from foveal.rollout.vllm_scheduler import with_bursts
 from foveal.rollout.vllm_setup import create_config, engine_arguments, prepare_environment, quiet_libraries
@@ -46,6 +46,8 @@ STEP_LIMIT = 600.0
 WAITING = 256
 """Requests that wait in vLLM for their turn: more than begin in one step."""
 _NOTHING = np.zeros(0, np.float32)
+AGREEING = 8
+"""Steps between two looks of an engine's processes at whether one of them was asked to stop."""
 IDLE_LIMIT = 1000
 """Steps in a row that schedule nothing while answers are open: then none ever will."""
 
@@ -84,9 +86,9 @@ class VllmEngine(RolloutEngine):
     arguments. Consecutive ranks, `tensor_parallel_size` of them, share the weights and the cache of one engine; these
     groups are replicas that know nothing of each other. The processes of one group must make the same calls in the same
     order, with equal prompts, from one group that `collect` yields to the next: each schedules by itself, so they wait
-    for each other forever where they differ. All of them yield the same groups of answers. `update_weights` takes full
-    tensors in every process. The default process group stays when the engine ends, unless the engine made it, as it
-    does in a single process.
+    for each other forever where they differ. All of them yield the same groups of answers, and stop at the same step
+    once one is asked to. `update_weights` takes full tensors in every process. The default process group stays when the
+    engine ends, unless the engine made it, as it does in a single process.
 
     Args:
         model_path: a Hugging Face folder or hub id; only its configuration is read.
@@ -148,6 +150,8 @@ class VllmEngine(RolloutEngine):
         self._queue: deque[tuple[_Job, Sampling]] = deque()
         self._finished: list[_Job] = []
         self._submitted = 0
+        self._split = processes > 1 and vllm_config.parallel_config.tensor_parallel_size > 1
+        self._looks = 0
         self._asleep: set[str] = set()
         self._version: int | None = None
         self._adapter_version: int | None = None
@@ -217,6 +221,15 @@ class VllmEngine(RolloutEngine):
         for name in names:
             if name in self._open:
                 self._finish(name, "abort")
+
+    def check_stop(self) -> None:
+        """As `RolloutEngine.check_stop`; processes of one engine agree, as none can go on without the others."""
+        if not self._split:
+            super().check_stop()
+            return
+        self._looks += 1
+        if self._looks % AGREEING == 0 and any_of_engine(self.stop_asked()):
+            raise EngineError(STOPPED)
 
     def _advance(self) -> None:
         """Steps until at least one group is finished."""

@@ -25,6 +25,15 @@ def set_ranks(device: torch.device) -> None:
     os.environ["LOCAL_RANK"] = str(device.index or 0)
 
 
+def any_of_engine(value: bool) -> bool:
+    """Whether it is true in one of the processes that share an engine, each of which must ask."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    found = torch.tensor(value, dtype=torch.uint8)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+    return bool(found)
+
+
 def shut_down(core: Any | None, *, keep_group: bool) -> None:
     """Ends vLLM in this process.
 
