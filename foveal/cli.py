@@ -170,7 +170,7 @@ def _plan(args: list[str]) -> int:
 
 
 def _merge(args: list[str]) -> int:
-    from foveal.train.export import merge_command
+    from foveal.train.merge_command import merge_command
 
     return merge_command(args)
 

@@ -1,6 +1,6 @@
 """Saving in processes that are killed, and a look at what is left; a program, so that it can fork without threads.
 
-Usage: python -m tests.checkpoint_crashes ROOT, which prints what happened as JSON.
+Usage: python -m tests.checkpoint_crashes ROOT WAY, which prints what happened as JSON; WAY: `at once` or `background`.
 """
 
 from __future__ import annotations
@@ -162,11 +162,10 @@ def killed_at_random(root: Path, *, background: bool) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    root = Path(sys.argv[1])
+    root, way = Path(sys.argv[1]), sys.argv[2]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         found = {
-            f"{name} {way}": work(root / name / way, background=way == "background")
-            for way in ("at once", "background")
+            name: work(root / name / way, background=way == "background")
             for name, work in (("every call", killed_at_every_call), ("random", killed_at_random))
         }
     print(json.dumps(found))

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,23 @@ MARK = "HF_FOVEAL_TEST"
 
 
 def import_this_checkout(patch: pytest.MonkeyPatch) -> None:
-    """Ray's processes can import `tests`, too."""
+    """Ray's processes can import `tests`, too, and don't wait for whatever else runs on the machine."""
+    patch.setenv("RAY_worker_niceness", "0")
     root = str(Path(__file__).parents[1])
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+
+
+@contextmanager
+def one_machine() -> Iterator[Any]:
+    """A cluster for runs to join, of this machine with three CPUs."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: they would wait for whatever else runs
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        yield made
+    finally:
+        made.shutdown()
 
 
 def processes(mark: str) -> dict[int, str]:

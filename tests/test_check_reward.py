@@ -47,7 +47,9 @@ def quick(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("case", [quick(case) for case in cases("open") if not case.sound])
-def test_fault_is_found(case: Case, tmp_path: Path, model: Path) -> None:
+def test_fault_is_found(case: Case, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.id == "slow_reward":
+        monkeypatch.setattr("foveal.check.reward.BUDGET", 5.0)
     assert check_case(case, tmp_path, model)
 
 

@@ -3,22 +3,24 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from foveal.cli import main
+from foveal.cli import _COMMANDS, main
 
 
-def test_help_is_fast_and_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", [[], *([name] for name in _COMMANDS)], ids="-".join)
+def test_help_is_fast_and_imports_nothing_heavy(command: list[str]) -> None:
     code = (
-        "import sys; from foveal.cli import main; main(['--help']);"
+        "import sys\nfrom foveal.cli import main\n"
+        f"try: main({[*command, '--help']})\n"
+        "except SystemExit: pass  # as argparse ends\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pydantic') if m in sys.modules])"
     )
-    start = time.perf_counter()
+    before = os.times().children_user
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert time.perf_counter() - start < 2.0
-    assert "train" in output and output.strip().endswith("[]")
+    assert os.times().children_user - before < 1.0  # of the processor, which other processes may hold
+    assert "usage: foveal" in output and output.strip().endswith("[]")
 
 
 def test_unknown_command_lists_the_commands(capsys) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +50,9 @@ def test_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
         check_runnable(config)
 
 
-def test_a_clock_knows_what_was_idle_of_the_last_seconds() -> None:
+def test_a_clock_knows_what_was_idle_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("foveal.track.timing.time", SimpleNamespace(perf_counter=lambda: now))
     clock = BusyClock()
     assert clock.idle(5.0) == 5.0
     entered, leave = threading.Event(), threading.Event()
@@ -63,14 +65,14 @@ def test_a_clock_knows_what_was_idle_of_the_last_seconds() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     entered.wait()
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.05:
-        pass
-    assert clock.idle(0.04) == pytest.approx(0.0, abs=1e-3)  # it is still at work
+    now = 103.0
+    assert clock.idle(2.0) == 0.0  # it is still at work
+    assert clock.idle(5.0) == 2.0
     leave.set()
     thread.join()
-    since = time.perf_counter() - began
-    assert clock.idle(since + 1.0) == pytest.approx(1.0, abs=0.02)
+    now = 104.0
+    assert clock.idle(4.5) == 1.5
+    assert clock.idle(2.0) == 1.0
 
 
 def test_a_side_that_waits_for_more_than_a_tenth_of_a_step_is_told() -> None:

@@ -20,68 +20,16 @@ ray: Any = pytest.importorskip("ray")
 from foveal.cluster.actor import Actor as Base  # noqa: E402
 from foveal.cluster.crew import Crew, _result  # noqa: E402
 from foveal.cluster.engines import Engines  # noqa: E402
-from foveal.cluster.failures import Whereabouts  # noqa: E402
 from foveal.cluster.launch import everyone, gather  # noqa: E402
 from foveal.cluster.ray_cluster import Cluster  # noqa: E402
 from foveal.config import load_config  # noqa: E402
-from foveal.errors import DataError, EngineError, FovealError, WorkerError  # noqa: E402
+from foveal.errors import DataError, WorkerError  # noqa: E402
 from foveal.signals import Stopped, StopSignals  # noqa: E402
 from tests.cluster_support import import_this_checkout  # noqa: E402
+from tests.crew_actor import Actor  # noqa: E402
 from tests.small_run import small_run  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-class Actor:
-    """As `Member`, with stages of its own."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.stopped = -1
-
-    def whereabouts(self) -> Whereabouts:
-        node = ray.get_runtime_context().get_node_id()
-        return Whereabouts(self.rank, "here", node, "", os.getpid(), os.readlink("/proc/self/fd/2"))
-
-    def double(self, value: int) -> int:
-        return 2 * value
-
-    def fail(self, how: str, rank: int) -> None:
-        print("something of use", file=sys.stderr, flush=True)
-        if self.rank != rank:
-            if how != "sleep":
-                time.sleep(0.2 if how == "die" else 60)
-                raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-            return
-        if how == "die":
-            time.sleep(1)
-            os._exit(3)
-        if how == "sleep":
-            time.sleep(60)
-        raise DataError("the user's mistake") if how == "mistake" else ZeroDivisionError("a bug")
-
-    def count(self, number: int, upto: int) -> Iterator[int]:
-        for value in range(upto):
-            if self.stopped >= number:
-                raise FovealError("stopped")
-            if self.rank == 1 and value == 3 and upto == 4:
-                raise DataError("the user's mistake")
-            time.sleep(0.01)
-            yield value
-
-    def hand_over(self) -> None:
-        if self.rank == 0:
-            time.sleep(60)  # it waits for the other end
-        raise EngineError("no room for the weights")
-
-    def stop(self, number: int) -> None:
-        self.stopped = number
-
-    def close(self) -> None:
-        pass
-
-    def lines(self) -> list[tuple[str, str]]:
-        return [("note", f"from {self.rank}")]
 
 
 class Dying(Base):
@@ -107,9 +55,6 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def crew(cluster: None) -> Iterator[Crew]:
-    groups = {"stop": {"concurrency_group": "control"}, "lines": {"concurrency_group": "control"}}
-    for name, options in groups.items():
-        setattr(Actor, name, ray.method(**options)(getattr(Actor, name)))
     actor_class = ray.remote(concurrency_groups={"control": 1})(Actor)
     actors = [actor_class.options(num_cpus=1).remote(rank) for rank in range(2)]
     places = ray.get([actor.whereabouts.remote() for actor in actors])

@@ -16,6 +16,7 @@ from foveal.cli import main
 from foveal.quickstart.run import Folders
 from foveal.quickstart.task import QUESTION, make_rows, write_rows
 from foveal.quickstart.tiny import build_tiny
+from tests.cluster_support import one_machine
 from tests.small_run import read_log
 
 ray: Any = pytest.importorskip("ray")
@@ -83,11 +84,8 @@ def alone(root: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of one for all runs."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-    yield cluster.address
-    cluster.shutdown()
+    with one_machine() as made:
+        yield made.address
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

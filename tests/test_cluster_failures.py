@@ -18,7 +18,7 @@ from foveal import restart
 from foveal.cli import main
 from foveal.config import Config
 from foveal.track.file import read_log
-from tests.cluster_support import Run, Strikes
+from tests.cluster_support import Run, Strikes, one_machine
 from tests.small_run import small_run
 
 pytestmark = pytest.mark.slow
@@ -43,20 +43,17 @@ def score(rows):
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster to join, of one machine with three CPUs."""
     ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    try:
-        yield made
-        assert not ray.is_initialized()
-        ray.init(address=made.address, log_to_driver=False, logging_level="error")
-        groups = ray.util.placement_group_table().values()
-        assert groups and {group["state"] for group in groups} == {"REMOVED"}
-    finally:
-        ray.shutdown()
-        made.shutdown()
+    with one_machine() as made:
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        try:
+            yield made
+            assert not ray.is_initialized()
+            ray.init(address=made.address, log_to_driver=False, logging_level="error")
+            groups = ray.util.placement_group_table().values()
+            assert groups and {group["state"] for group in groups} == {"REMOVED"}
+        finally:
+            ray.shutdown()
 
 
 def test_stop_signals_save_and_end_all_workers(tmp_path: Path, cluster: Any) -> None:

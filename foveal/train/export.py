@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -12,13 +11,10 @@ from foveal.errors import CheckpointError, ConfigError
 from foveal.models.adapter_files import tensor_name
 from foveal.models.lora import FACTORS, Factors
 from foveal.models.named_tensors import saved_tensors
-from foveal.track.console import note
 from foveal.train.checkpoint import HUGGINGFACE, ActorInfo, actor_folder, build_trained, check_actor
 from foveal.train.easyr1_checkpoint import ADAPTER
-from foveal.train.easyr1_export import export_easyr1, export_easyr1_adapter
 from foveal.train.hf_folder import DTYPES, write_adapter, write_hf
 from foveal.train.merging import BaseWeights
-from foveal.train.rank_files import has_rank_files
 from foveal.train.safetensors_stream import SHARD_BYTES
 from foveal.train.shards import ShardReader
 from foveal.train.state import check_contents, check_names, saved_weights, weights_of
@@ -132,62 +128,3 @@ def _factors(reader: ShardReader, layer: str) -> Factors | None:
         return None
     a, b = (reader.tensor(name) for name in names)
     return a, b
-
-
-def merge_command(argv: list[str]) -> int:
-    """`foveal merge` and `scripts/model_merger.py`.
-
-    Returns:
-        0
-
-    Raises:
-        CheckpointError: as `export` and `upload`.
-    """
-    parser = argparse.ArgumentParser(prog="foveal merge", description="Turn a checkpoint into a Hugging Face folder.")
-    parser.add_argument(
-        "--local_dir", type=Path, required=True, help="the folder global_step_N/actor of a run, of EasyR1 too"
-    )
-    parser.add_argument("--target", type=Path, help="folder to write (default: LOCAL_DIR/huggingface)")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: that of the source model)")
-    parser.add_argument(
-        "--adapter", action="store_true", help="the adapters alone, for peft (default folder: LOCAL_DIR/lora_adapter)"
-    )
-    parser.add_argument(
-        "--lora_alpha", type=float, metavar="ALPHA", help="of adapters that EasyR1 trained, if its files don't tell"
-    )
-    parser.add_argument("--hf_upload_path", metavar="ID", help="Hugging Face repository to push the folder to")
-    options = parser.parse_args(argv)
-    actor = actor_folder(options.local_dir)
-    if has_rank_files(actor):
-        write_easyr1 = export_easyr1_adapter if options.adapter else export_easyr1
-        folder = write_easyr1(actor, options.target, options.dtype, lora_alpha=options.lora_alpha)
-    else:
-        write = export_adapter if options.adapter else export
-        folder = write(actor, options.target, options.dtype)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    note(
-        f"saved {size / 1e9:.3g} GB of weights{'' if options.adapter else ', tokenizer'} and configuration to {folder}"
-    )
-    if options.hf_upload_path:
-        note(f"uploaded to {upload(folder, options.hf_upload_path)}")
-    return 0
-
-
-def upload(folder: Path, repo_id: str) -> str:
-    """Pushes a Hugging Face folder to the Hub, making the repository when it is absent; returns its address.
-
-    Raises:
-        CheckpointError: the Hub cannot be reached or refuses; the folder stays.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        address = api.create_repo(repo_id, exist_ok=True)
-        api.upload_folder(repo_id=address.repo_id, folder_path=folder)
-    except Exception as error:  # the HTTP client's own errors share no base with the Hub's
-        raise CheckpointError(
-            f"--hf_upload_path {repo_id}: the upload failed ({type(error).__name__}: {error}). The model lies in "
-            f"{folder}; log in with `hf auth login` and repeat, or push it with `hf upload {repo_id} {folder}`."
-        ) from error
-    return str(address)
