@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -13,8 +14,11 @@ from foveal.check.answers import contents
 from foveal.check.asked import read_asked
 from foveal.check.findings import Finding
 from foveal.check.reward import check_reward
+from foveal.check.tries import add_wrong_answers, all_tries, make_case
 from foveal.config import load_config
 from foveal.quickstart.tiny import build_tiny
+from foveal.types import Prompt
+from tests.data_support import encoded, noise
 from tests.misconfigurations import Case, cases
 
 THINK = "Think between <think> and </think>, then write the answer between <answer> and </answer>."
@@ -313,6 +317,43 @@ def test_what_a_prompt_asks_for(text: str, described: str, kind: str) -> None:
 )
 def test_how_a_truth_is_written_where_the_prompt_wants_it(truth: Any, prompt: str, question: str, first: str) -> None:
     assert contents(truth, read_asked(f"{question}\n{prompt}", question), question, {})[0] == first
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Give only the number, like <answer>12</answer>.",
+        "With one decimal place, in \\boxed{}.",
+        "The letter, as <answer>A</answer>.",
+        "Click: <answer>(x, y)</answer>, between 0 and 1000.",
+        "Box: <answer>[x1, y1, x2, y2]</answer>",
+        "<answer>Yes or No</answer>",
+        'As JSON: {"answer": …}',
+        "Describe the picture.",
+    ],
+)
+def test_any_truth_makes_answers_to_try(prompt: str) -> None:
+    nan = float("nan")
+    for truth in (nan, [nan] * 4, float("inf"), "9" * 400, 10**400, "①", "²", "192.168.0.0/16", "./.", "[" * 5000):
+        row = Prompt("check-0-0", [], [], [], {"answer": truth}, 0, truth)
+        case = make_case(row, f"How many?\n{prompt}", "How many?", [(100, 100)])
+        add_wrong_answers([case, case])
+        assert len(list(all_tries(0, case, 64))) >= 4
+
+
+def test_a_chat_of_parts_as_parquet_has_them_is_read(tmp_path: Path, model: Path) -> None:
+    """Each part has the keys of all."""
+    picture = {"type": "image", "text": None, "image": base64.b64encode(encoded(noise(56, 56))).decode()}
+    rows = [
+        {**row, "problem": [{"role": "user", "content": [picture, {"type": "text", "text": row["problem"]}]}]}
+        for row in SUMS
+    ]
+    assert alarming(check(tmp_path, model, EQUAL, rows=rows)) == []
+
+
+def test_half_a_character_in_a_truth_is_no_obstacle(tmp_path: Path, model: Path) -> None:
+    rows = [{**row, "answer": f"\ud83d{row['answer']}"} for row in SUMS]
+    assert check(tmp_path, model, EQUAL, rows=rows) == []
 
 
 def counts(split: str, folder: Path, model: Path) -> tuple[int, int]:

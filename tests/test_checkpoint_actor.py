@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from foveal.config.schema_model import OptimConfig
 from foveal.errors import CheckpointError
 from foveal.train.checkpoint import check_actor, load_actor, load_trained
+from foveal.train.optim import build_optimizer, take_step
 from tests.model_helpers import Trained, load, same_tensors, train_step, trained
 
 
@@ -56,13 +58,20 @@ def test_training_goes_on_bit_for_bit_after_loading(tmp_path: Path) -> None:
     assert same_tensors(model.state_dict(), run.model.state_dict())
 
 
-def test_state_of_another_dtype_than_the_weights_is_not_rounded(run: Trained, saved: Path) -> None:
+@pytest.mark.parametrize("strategy", ["adamw", "adamw_bf16", "adamw_8bit"])
+def test_training_goes_on_with_weights_of_another_dtype(run: Trained, saved: Path, strategy: Any) -> None:
     model = load(run.source, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, OptimConfig(strategy=strategy))
     load_actor(saved, model, optimizer)
-    name, parameter = next(iter(model.named_parameters()))
-    original = dict(run.model.named_parameters())[name]
-    assert same_tensors(optimizer.state[parameter], run.optimizer.state[original])
+    original = dict(run.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        assert state["step"] == 2
+        moment = run.optimizer.state[original[name]]["exp_avg"].to(torch.bfloat16)
+        if strategy != "adamw_8bit":
+            assert same_tensors({"exp_avg": state["exp_avg"]}, {"exp_avg": moment})
+        parameter.grad = torch.ones_like(parameter)
+    assert take_step(optimizer, 1.0) is not None
 
 
 def test_parameters_that_never_had_a_gradient_have_no_state_after_loading(tmp_path: Path) -> None:

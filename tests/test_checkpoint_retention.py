@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from foveal.errors import CheckpointError
+from foveal.train.files import fsync
 from foveal.train.retention import Checkpoints
 from foveal.train.state import take_state, write_manifest, write_state
 from tests.model_helpers import save_actor
@@ -285,6 +286,31 @@ def test_resolve(tmp_path: Path, write: Callable[[Path], None], named: str) -> N
 def test_resolve_says_what_to_give(tmp_path: Path, named: str, fault: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{fault}\. Give …/global_step_N"):
         Checkpoints(tmp_path, -1).resolve(tmp_path / named)
+
+
+def test_a_checkpoint_that_was_moved_and_linked_to_goes_from_the_run_alone(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", 1)
+    checkpoints.save(1, write, None)
+    moved = checkpoints.folder(1).rename(tmp_path / "moved")
+    checkpoints.folder(1).symlink_to(moved)
+    save_all(checkpoints, write, {2: None, 3: None})
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["checkpoint_tracker.json", "global_step_3"]
+    assert (moved / "actor" / "foveal.json").is_file()
+
+
+def test_a_rest_that_cannot_be_removed_holds_up_no_save(
+    tmp_path: Path, write: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "global_step_1.partial").write_text("no folder")
+    Checkpoints(tmp_path, 1).save(2, write, None)
+    assert "cannot remove" in capsys.readouterr().err
+    assert Checkpoints(tmp_path, 1).latest() == tmp_path / "global_step_2"
+
+
+def test_a_file_system_that_flushes_no_folders_will_do() -> None:
+    fsync("/proc")
 
 
 def test_full_disk_names_the_file_and_the_free_space(tmp_path: Path, write: Callable[[Path], None]) -> None:

@@ -102,6 +102,13 @@ def test_the_run_folder_follows_project_and_experiment() -> None:
     assert load("trainer.save_checkpoint_path=out").trainer.checkpoint_dir == Path("out")
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load("trainer.save_checkpoint_path=~/runs/x", "worker.actor.model.model_path=~/models/a")
+    assert config.trainer.checkpoint_dir == Path("/home/me/runs/x")
+    assert config.worker.actor.model.model_path == "/home/me/models/a"
+
+
 def test_given_holds_exactly_the_keys_that_were_set(tmp_path: Path) -> None:
     assert from_file(tmp_path, "data: {seed: 1}").given == {"data.seed", "worker.rollout.n"}
 

@@ -125,3 +125,9 @@ def test_failed_downloads_leave_no_file_open(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(DataError):
             fetch("http://127.0.0.1:9/a.png")
     assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/proc/cache")
+    with pytest.raises(DataError, match=r"cannot keep downloaded files in /proc/cache/.*Set HF_HOME"):
+        fetch("http://127.0.0.1:9/a.png")

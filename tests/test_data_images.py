@@ -217,3 +217,10 @@ def test_postscript_is_no_picture() -> None:
     """For it Pillow starts Ghostscript, on whatever stands in the file."""
     with pytest.raises(PictureError, match="not a picture in a known format"):
         decode_image(encoded(noise(8, 8), "EPS"), "x")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_damaged_exif_leaves_the_picture_as_it_is_stored(kind: str) -> None:
+    data = encoded(noise(40, 60), kind, exif=b"Exif\0\0garbage")
+    assert picture_size(data, "p") == (40, 60)
+    assert decode_image(data, "p").size == (60, 40)

@@ -87,6 +87,11 @@ def test_columns_that_are_named_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"messages": "text"}, "row 0 of .*'messages' is a str"),
         ({"messages": CHAT, "audios": ["a.wav"]}, "row 0 of .* has audios, which are not supported"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, r"row 0 of .* list of \[question, answer\]"),
+        ({"instruction": "q", "output": "a", "history": 3}, r"row 0 of .* list of \[question, answer\]"),
+        (
+            {"messages": [{"role": ["user"], "content": "x"}]},
+            r"row 0 of .*message 0 has the role \['user'\]; known are",
+        ),
         ({"question": "q", "reply": "a"}, r"has no column 'prompt' \(data\.prompt_key\)"),
     ],
 )
@@ -125,6 +130,13 @@ def test_registry_entry_maps_columns_tags_and_paths(registry: Path) -> None:
     assert len(rows) == 1
     assert rows[0]["prompt"] == [{"role": "user", "content": "<image>Which?"}]
     assert (rows[0]["answer"], rows[0]["images"]) == ("Red.", [str(registry.parent / "p" / "a.png")])
+
+
+def test_registry_leaves_pictures_in_base64_as_they_are(registry: Path) -> None:
+    picture = f"data:image/png;base64,{'A' * 5000}"
+    talk = [{"who": "me", "says": "<image>Which?"}, {"who": "it", "says": "Red."}]
+    (registry.parent / "chat.json").write_text(json.dumps([{"talk": talk, "pics": [picture]}]))
+    assert open_rows(DataConfig(), f"{registry}:chat")[0]["images"] == [picture]
 
 
 def test_registry_paths_start_in_image_dir_where_it_is_set(registry: Path) -> None:

@@ -209,6 +209,15 @@ def test_every_row_that_is_left_out_is_written_down(processing: Processing, tmp_
     assert "tokens with 3 images" in lines[0]["reason"] and {line["split"] for line in lines} == {"train"}
 
 
+def test_a_file_name_that_is_no_utf8_is_written_down(processing: Processing, tmp_path: Path) -> None:
+    rows = picture_rows(tmp_path, 5)
+    rows[1]["images"] = ["图\udce9.jpg"]
+    loader = open_loader(config_of(tmp_path, rows), processing, "train")
+    loader.keep_account(tmp_path / "left_out_rows.jsonl")
+    line = (tmp_path / "left_out_rows.jsonl").read_text(encoding="utf-8")
+    assert "图\\udce9.jpg" in line and "图\udce9.jpg" in json.loads(line)["reason"]
+
+
 def long_rows(folder: Path) -> list[dict[str, Any]]:
     noise(448, 448).save(folder / "big.png")
     rows = picture_rows(folder, 12)

@@ -203,6 +203,24 @@ def test_folder_that_datasets_saved(tmp_path: Path) -> None:
         load_rows(f"{tmp_path / 'all'}@val")
 
 
+def test_one_data_set_that_was_saved_has_no_other_split(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([ROW, ROW]).save_to_disk(str(tmp_path / "all"))
+    datasets.Dataset.from_list([ROW], split="validation").save_to_disk(str(tmp_path / "held"))
+    assert len(load_rows(f"{tmp_path / 'all'}@train[1:]")) == 1
+    assert len(load_rows(f"{tmp_path / 'held'}@val")) == 1
+    with pytest.raises(DataError, match=r"no split 'test'\. Write .*/all for all of its rows, or a part"):
+        load_rows(f"{tmp_path / 'all'}@test")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_format_that_was_saved_changes_nothing(tmp_path: Path, kind: str) -> None:
+    row = {"prompt": "q", "answer": 3, "images": ["a.png"]}
+    saved = datasets.Dataset.from_list([row]).with_format(kind, columns=["prompt", "images"])
+    saved.save_to_disk(str(tmp_path))
+    found = load_rows(str(tmp_path))[0]
+    assert found == row and type(found["prompt"]) is str and type(found["images"]) is list
+
+
 def test_folder_with_a_subset_and_with_one_in_its_readme(tmp_path: Path) -> None:
     write_lines(tmp_path / "all.jsonl", [ROW])
     (tmp_path / "hard").mkdir()
@@ -273,6 +291,26 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match="neither a file nor a folder"):
         load_rows(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_file_that_the_system_does_not_read_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=rf"cannot read .*{name}: Input/output error"):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_file_that_goes_away_is_named_when_it_is_missed(tmp_path: Path) -> None:
+    rows = load_rows(write_lines(tmp_path / "a.jsonl", [ROW]))
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.jsonl any more: No such file"):
+        rows[0]
+
+
+def test_csv_in_another_encoding_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("prompt,answer\nQué?,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.csv is not UTF-8 \(.*\)\. Save it as CSV in UTF-8"):
+        load_rows(str(tmp_path / "a.csv"))
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import sys
 import wave
 import zipfile
@@ -188,3 +189,17 @@ def test_frames_are_reduced_as_they_come(tmp_path: Path) -> None:
     seen: list[int] = []
     read_frames(source.read().data, NAME, [0, 10, 10, 29], lambda frame: seen.append(1) or frame)  # type: ignore[func-returns-value]
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("damage", ["encrypted", "fps"])
+def test_an_archive_that_is_none_of_ours_is_named(damage: str) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.comment = b'{"fps": ["2"]}' if damage == "fps" else b'{"fps": 2}'
+        archive.writestr(zipfile.ZipInfo("0"), encoded(noise(20, 20)))
+    data = bytearray(buffer.getvalue())
+    if damage == "encrypted":
+        data[6] |= 1
+        data[data.index(b"PK\x01\x02") + 8] |= 1
+    with pytest.raises(PictureError, match="an archive is no video"):
+        video_header(bytes(data), NAME)

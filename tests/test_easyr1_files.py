@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from foveal.errors import CheckpointError
 from foveal.train.easyr1_export import export_easyr1, export_easyr1_adapter
 from foveal.train.rank_files import RankFiles
 from foveal.train.retention import Checkpoints
+from foveal.train.torch_file import TorchFile
 from tests.easyr1_support import copied
 
 
@@ -96,6 +98,24 @@ def test_a_view_of_a_larger_storage_is_read_alone(tmp_path: Path) -> None:
     torch.save({"weight": numbers[1:, 2:4].t()}, tmp_path / "model_world_size_1_rank_0.pt")
     with RankFiles(tmp_path) as files:
         assert torch.equal(files.read("weight"), numbers[1:, 2:4].t())
+
+
+def test_a_weight_larger_than_its_file_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save({"weight": torch.ones(4)}, path)
+    with TorchFile(path) as file:
+        stored = file.weights["weight"].local
+        for change in ({"shape": (1 << 50,)}, {"offset": 1}, {"offset": -1}, {"stride": (-1,)}):
+            with pytest.raises(CheckpointError, match=r"the numbers of a tensor .* are damaged"):
+                file.read(replace(stored, **change))
+
+
+def test_an_index_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="it is compressed"):
+        TorchFile(path)
 
 
 def test_a_full_checkpoint_has_no_adapter(tmp_path: Path) -> None:

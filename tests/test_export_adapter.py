@@ -93,6 +93,10 @@ def test_a_source_that_is_gone_or_another_model_is_an_error(tmp_path: Path) -> N
     (run.source / "model.safetensors").rename(tmp_path / "away.safetensors")
     with pytest.raises(CheckpointError, match="cannot read the weights of the model that training started from"):
         export(tmp_path / "actor")
+    moved = run.source.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="If the model has moved, a link in the old place will do"):
+        export(tmp_path / "actor")
+    moved.rename(run.source)
     build_tiny(run.source, "qwen3", size="quickstart")
     with pytest.raises(CheckpointError, match="not the model that training started from"):
         export(tmp_path / "actor")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_the_folder_one_is_in_can_be_written(run: Trained, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path / "here")
     export(tmp_path / "actor", Path("."))
     assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
+def test_a_link_to_another_disk_can_be_written(run: Trained, tmp_path: Path) -> None:
+    run.save(tmp_path / "actor")
+    with TemporaryDirectory(dir="/dev/shm") as disk:
+        if Path(disk).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("there is one disk only")
+        (tmp_path / "target").symlink_to(disk)
+        export(tmp_path / "actor", tmp_path / "target")
+        assert (Path(disk) / "model.safetensors").is_file()
 
 
 def test_script_runs_from_a_checkout(run: Trained, tmp_path: Path) -> None:

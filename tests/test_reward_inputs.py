@@ -159,3 +159,15 @@ def test_odd_columns_arrive(tmp_path: Path) -> None:
     group.prompt.row = COLUMNS
     score(make_runner(tmp_path, source), group)
     assert overall(group) == [4.0]
+
+
+def test_what_a_function_changes_it_changes_for_one_answer_alone(tmp_path: Path) -> None:
+    source = """
+        def compute_score(inputs):
+            for one in inputs:
+                one["row"]["seen"] = one["row"].get("seen", 0) + 1
+            return [one["ground_truth"].pop() + one["row"]["seen"] for one in inputs]
+        """
+    group = make_group([1, 2], "a", "b", "c")
+    score(make_runner(tmp_path, source), group)
+    assert overall(group) == [3.0, 3.0, 3.0]

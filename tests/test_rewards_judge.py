@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -182,9 +183,18 @@ def test_a_server_that_sends_a_little_now_and_then_is_no_longer_waited_for(serve
     assert len(server.requests) == 2
 
 
-def test_what_is_no_chat_completion_is_shown(server: Server) -> None:
-    server.script = [(201, "<html>welcome</html>")]
-    with pytest.raises(RewardError, match="no chat completion: '<html>welcome</html>'"):
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<html>welcome</html>",
+        '{"choices": []}',
+        '{"choices": [{"message": {"content": ["Score: 7"]}}]}',
+        '{"choices": [{"message": {"content": "Score: 7"}}], "usage": [100, 20]}',
+    ],
+)
+def test_what_is_no_chat_completion_is_shown(server: Server, body: str) -> None:
+    server.script = [(201, body)]
+    with pytest.raises(RewardError, match=re.escape(f"no chat completion: {body!r}")):
         score(judge(server), make_group("x", "a"))
 
 

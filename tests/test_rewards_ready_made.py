@@ -67,3 +67,8 @@ def test_a_word_is_not_taken_for_letters() -> None:
 def test_an_unknown_script_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed: LATIN"):
         language({"response": "x", "prompt": ""}, script="ELVISH")
+
+
+def test_digits_without_end_are_a_wrong_count() -> None:
+    score = load(FunctionSpec("foveal.rewards.counting", "compute_score", {"near": 0.5})).function
+    assert score({"response": f"Answer: {'9' * 400}", "ground_truth": 3})["overall"] == 0.0

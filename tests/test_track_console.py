@@ -134,3 +134,8 @@ def test_a_reader_that_has_gone_leaves_no_error_behind() -> None:
 def test_errors_stand_apart_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     console.error("error: x")
     assert capsys.readouterr() == ("", "\nerror: x\n")
+
+
+def test_what_steers_a_terminal_is_shown_and_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    console.note("row \x1b[2J\r\x9b31m\tred\n图")
+    assert capsys.readouterr().out == "row \\x1b[2J\\x0d\\x9b31m\tred\n图\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -111,10 +112,16 @@ def options_of(question: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 def as_number(value: Any) -> float | None:
     """The number that a truth says, with unit, separators of thousands and simple fractions read; else None."""
-    if isinstance(value, bool) or value is None:
+    try:
+        number = _as_number(value)
+    except (ValueError, OverflowError):  # `192.168.0.0/16`; an int beyond 1e308
         return None
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _as_number(value: Any) -> float | None:
     if isinstance(value, int | float):
-        return float(value)
+        return None if isinstance(value, bool) else float(value)
     if not isinstance(value, str):
         return None
     text = unicodedata.normalize("NFKC", value).strip().strip("$").replace("\\%", "%")
@@ -123,15 +130,12 @@ def as_number(value: Any) -> float | None:
         sign, above, below = fraction.group(1, 2, 3) if fraction[2] else fraction.group(4, 5, 6)
         return (-1 if sign else 1) * float(above) / float(below) if float(below) else None
     plain = WITH_UNIT.fullmatch(text)
-    try:
-        return float(plain[1].replace(",", "")) if plain else None
-    except ValueError:
-        return None
+    return float(plain[1].replace(",", "")) if plain else None
 
 
 def shown_number(value: float, places: int = 4) -> str:
     """`4`, `0.25`, `1.3333`."""
-    return str(int(value)) if value == int(value) else f"{value:.{places}f}".rstrip("0")
+    return str(int(value)) if float(value).is_integer() else f"{value:.{places}f}".rstrip("0")
 
 
 def _parsed(text: str) -> Any:
@@ -172,7 +176,7 @@ def _as_letters(value: Any, options: Mapping[str, str]) -> list[str]:
         return [single[1].upper()]
     if re.fullmatch(r"[A-Ha-h](?:\s*[,;&、 ]\s*[A-Ha-h])+|[A-H]{2,6}", text):
         return re.findall(r"[A-H]", text.upper())
-    if text.isdigit():
+    if re.fullmatch(r"\d{1,2}", text):
         return _as_letters(int(text), options)
     return []
 
@@ -241,7 +245,8 @@ def numbers_of(value: Any) -> list[float]:
         flat = [number for part in nested for number in part]
         return [one for one in flat if one is not None] if None not in flat else []
     if isinstance(value, str):
-        return [float(one) for one in re.findall(r"-?\d+(?:\.\d+)?", value)]
+        found = [float(one) for one in re.findall(r"-?\d+(?:\.\d+)?", value)]
+        return found if all(map(math.isfinite, found)) else []
     return []
 
 
@@ -278,7 +283,8 @@ def _free(value: Any, asked: Asked) -> list[str]:
     if isinstance(value, bool):
         return ["Yes" if value else "No", str(value)]
     if isinstance(value, int | float):
-        return [shown_number(float(value)), str(value)]
+        number = as_number(value)
+        return [str(value)] if number is None else [shown_number(number), str(value)]
     if isinstance(value, Mapping):
         return [json.dumps(value, ensure_ascii=False)]
     if isinstance(value, list | tuple):

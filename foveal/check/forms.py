@@ -165,5 +165,5 @@ def _typed(answer: str) -> object:
     """The answer as JSON would hold it: a number, a list, or text."""
     try:
         return json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return answer

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from foveal.check.asked import CHAT_MARK
 from foveal.check.findings import REWARD, Finding, Level, in_order, in_two
 from foveal.check.judging import Scored, judge
-from foveal.check.rows import spread
+from foveal.check.rows import spread, text_of
 from foveal.check.scoring import Scorer
 from foveal.check.tries import Case, Try, add_wrong_answers, all_tries, few_tries, make_case, plain_tries
 from foveal.check.truths import given_away, odd_truths, outside_pictures
@@ -59,6 +58,7 @@ def check_reward(
     tokenizer = processing.tokenizer
 
     def count(text: str) -> int:
+        text = text.encode(errors="replace").decode()  # a truth may hold half of a character, which no model writes
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     try:
@@ -94,7 +94,7 @@ def open_cases(config: Config, processing: Processing, rows: int) -> list[Case]:
 
 def _case(builder: PromptBuilder, draft: Draft, config: Config) -> Case:
     given = builder.rows[draft.row_index][config.data.prompt_key]
-    question = given if isinstance(given, str) else _last_text(given)
+    question = text_of(given if isinstance(given, str) else given[-1])
     media, sizes = [], []
     for one in draft.media:
         if one.kind == "image" and not isinstance(one.place, Stills):  # rewards get no videos
@@ -115,13 +115,6 @@ def _case(builder: PromptBuilder, draft: Draft, config: Config) -> Case:
         answer=draft.row[config.data.answer_key],
     )
     return make_case(prompt, draft.text, question, sizes)
-
-
-def _last_text(messages: Any) -> str:
-    content = messages[-1].get("content", messages[-1].get("value", "")) if messages else ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", "") for part in content if isinstance(part, dict))
 
 
 def _try_out(

@@ -48,7 +48,7 @@ class TextCheck:
     def look(self, draft: Draft, place: str) -> None:
         """`place` names the row in messages."""
         self._rows += 1
-        question = _text_of(draft.row[self._data.prompt_key])
+        question = text_of(draft.row[self._data.prompt_key])
         self._look_at_question(draft, question, place)
         answer = draft.row[self._data.answer_key]
         found = self._empty if _is_empty(answer) else self._answers.setdefault(_kind(answer), [])
@@ -101,14 +101,14 @@ def _control_tokens(processing: Processing) -> list[str]:
     return [token.content for id, token in tokens if token.special and id not in processing.forbidden_ids]
 
 
-def _text_of(prompt: Any) -> str:
+def text_of(prompt: Any) -> str:
     """The text of a prompt as the row has it: a string, or the contents of its messages."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list):
-        return "\n".join(_text_of(part) for part in prompt)
+        return "\n".join(text_of(part) for part in prompt)
     if isinstance(prompt, dict):
-        return _text_of(next((prompt[key] for key in ("content", "value", "text") if prompt.get(key)), ""))
+        return text_of(next((prompt[key] for key in ("content", "value", "text") if prompt.get(key)), ""))
     return ""
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from foveal.config.schema_data import AlgorithmConfig, DataConfig
 from foveal.config.schema_worker import WorkerConfig
-from foveal.config.sections import Int, NotNegative, Positive, PositiveOrOff, Section
+from foveal.config.sections import Int, NotNegative, Positive, PositiveOrOff, Section, UserPath
 
 TrackerName = Literal["console", "file", "wandb", "swanlab", "mlflow", "tensorboard", "trackio"]
 
@@ -79,10 +79,10 @@ class TrainerConfig(Section):
     save_hf: bool = Field(
         default=False, description="Write Hugging Face weights into each checkpoint too, as `foveal merge` does later."
     )
-    save_checkpoint_path: str | None = Field(
+    save_checkpoint_path: UserPath | None = Field(
         default=None, description="Folder of the run; null means `checkpoints/PROJECT/EXPERIMENT`."
     )
-    load_checkpoint_path: str | None = Field(
+    load_checkpoint_path: UserPath | None = Field(
         default=None,
         description="Checkpoint (`…/global_step_N`) to go on from; `latest` or `best` of this run; or a Hugging Face "
         "folder, of which a new run takes the weights.",

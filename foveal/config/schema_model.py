@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from foveal.config.sections import Dtype, Float, Mapping, NotNegative, Positive, PositiveOrOff, Section
+from foveal.config.sections import Dtype, Float, Mapping, NotNegative, Positive, PositiveOrOff, Section, UserPath
 
 
 def _split_names(value: Any) -> Any:
@@ -35,7 +35,7 @@ class LoraConfig(Section):
     exclude_modules: Modules | None = Field(
         default=None, description="Modules that get none; `.*visual.*` leaves out the vision tower."
     )
-    adapter_path: str | None = Field(
+    adapter_path: UserPath | None = Field(
         default=None,
         description="Folder or hub id of a peft adapter to go on from; rank, alpha and targets are the adapter's, and "
         "the reference policy is the model with this adapter. `model_path` may name the adapter's folder instead: the "
@@ -46,8 +46,8 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Which model, and what of it is trained."""
 
-    model_path: str | None = Field(default=None, description="Folder or hub id of the model.")
-    tokenizer_path: str | None = Field(
+    model_path: UserPath | None = Field(default=None, description="Folder or hub id of the model.")
+    tokenizer_path: UserPath | None = Field(
         default=None, description="Folder or hub id of the tokenizer and processor; null means the model's."
     )
     override_config: Mapping = Field(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FILE_AND_FUNCTION = re.compile(r".+(:[A-Za-z_]\w*|\.py)")
 
@@ -42,6 +43,9 @@ def _zero_is_off(value: Any) -> Any:
 
 PositiveOrOff = Annotated[Literal[-1] | Positive, BeforeValidator(_zero_is_off)]
 """A count, or -1 for "no limit", "all" or "never", as the field says. 0 is taken for -1, as in EasyR1."""
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, in which a leading `~` is the home folder: in YAML no shell says so. Or, where a key takes one, a hub id."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "16": "fp16", "float32": "fp32", "32": "fp32"}
 

@@ -44,7 +44,13 @@ def fetch(url: str, most_bytes: int | None = None) -> Path:
     place = _cached(address)
     if place.is_file():
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep downloaded files in {place.parent}: {error.strerror or error}. Set HF_HOME to a folder that "
+            f"can be written."
+        ) from error
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return _download(address, place, most_bytes)

@@ -62,9 +62,13 @@ class JsonLines:
         if index in self._broken:
             raise self._broken[index]
         path, offset = self._places[index]
-        with path.open("rb") as lines:
-            lines.seek(offset)
-            return _json_row(lines.readline(), str(path))
+        try:
+            with path.open("rb") as lines:
+                lines.seek(offset)
+                line = lines.readline()
+        except OSError as error:
+            raise DataError(f"cannot read {path} any more: {error.strerror or error}.") from error
+        return _json_row(line, str(path))
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
@@ -105,8 +109,10 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
         reader = csv.DictReader(lines, strict=True, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
             rows = list(reader)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {reader.line_num}: not valid CSV in UTF-8: {error}.") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 ({error}). Save it as CSV in UTF-8.") from error
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}.") from error
     for index, row in enumerate(rows):
         if None in row or None in row.values():
             raise DataError(f"{path}, row {index} has another number of cells than the header's {len(row)}.")

@@ -142,7 +142,8 @@ def _read_files(files: list[Path], source: str) -> Rows:
 def _read_saved(folder: Path, split: str | None, source: str) -> Rows | None:
     """Rows of a folder that `save_to_disk` wrote; None if it is no such folder."""
     split = split or "train"
-    if (folder / "dataset_dict.json").is_file():
+    has_splits = (folder / "dataset_dict.json").is_file()
+    if has_splits:
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         if split not in splits:
             raise DataError(f"folder {folder} has no split {split!r}; it has: {', '.join(splits)}.")
@@ -152,9 +153,15 @@ def _read_saved(folder: Path, split: str | None, source: str) -> Rows | None:
     import datasets
 
     try:
-        return rows_of(datasets.Dataset.load_from_disk(str(folder)), source)
+        dataset = datasets.Dataset.load_from_disk(str(folder))
     except Exception as error:
         raise DataError(f"{source}: cannot read the data set saved in {folder}: {error}") from error
+    if not has_splits and split != "train" and _known_name(split) != _known_name(str(dataset.split)):
+        raise DataError(
+            f"{source}: {folder} is one data set, which has no split {split!r}. Write {folder} for all of its rows, or "
+            f"a part as {folder}@[:90%] and {folder}@[90%:]."
+        )
+    return rows_of(dataset, source)
 
 
 def _read_configuration(folder: Path, subset: str, split: str | None, source: str) -> Rows:
@@ -175,4 +182,5 @@ def rows_of(dataset: Dataset, source: str) -> Rows:
     """The rows of a table that `datasets` holds on disk, pictures not decoded."""
     # The path of a cached table holds the hash of the files, or of the hub's revision, that it was made from.
     files = [Path(file["filename"]) for file in dataset.cache_files]
-    return Rows(undecoded(dataset), dataset.column_names, source, files)
+    # `set_format` is saved too, and would give tensors or arrays, of some columns alone.
+    return Rows(undecoded(dataset.with_format(None)), dataset.column_names, source, files)

@@ -266,7 +266,10 @@ def _orientation(image: ImageFile.ImageFile) -> int:
     # Pillow decodes a whole PNG to look for EXIF behind its pixels.
     if image.format == "PNG" and not image.info.keys() & {"exif", "Raw profile type exif"}:
         return 1
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged beside sound pixels; everything else shows the picture as it is stored
+        return 1
 
 
 def _shrunk(image: ImageFile.ImageFile, size: tuple[int, int]) -> Image.Image:

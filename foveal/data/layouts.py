@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -114,8 +115,8 @@ def _of_chat(found: Mapping[str, Any], layout: Layout, place: str) -> tuple[list
 
 
 def _of_alpaca(found: Mapping[str, Any], layout: Layout, place: str) -> tuple[list[Message], Any]:
-    turns = [*(found.get("history") or [])]
-    if not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in turns):
+    turns = found.get("history") or []
+    if not isinstance(turns, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in turns):
         raise DataError(f"{place}: the history must be a list of [question, answer].")
     chat = [
         {"role": role, "content": str(text)}
@@ -136,7 +137,7 @@ def _placed(media: Any, layout: Layout, data: DataConfig) -> Any:
         return media
     if isinstance(media, list):
         return [_placed(item, layout, data) for item in media]
-    inside = isinstance(media, str) and (layout.folder / media).is_file()
+    inside = isinstance(media, str) and os.path.isfile(layout.folder / media)  # False for a picture in base64, too
     return str(layout.folder / media) if inside else media
 
 

@@ -88,7 +88,8 @@ class PromptLoader:
 
     def _write_down(self, reason: str) -> None:
         if self._account is not None:
-            with self._account.open("a", encoding="utf-8") as file:
+            # A file's name may hold bytes that are no UTF-8; their escapes are those of JSON.
+            with self._account.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps({"split": self.split, "reason": reason}, ensure_ascii=False) + "\n")
 
     def take(self, count: int) -> list[Prompt]:

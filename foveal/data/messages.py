@@ -52,7 +52,7 @@ def read_messages(
     messages = []
     for number, given in enumerate(value):
         role = given.get(role_key or ("role" if given.get("role") is not None else "from"))
-        if role not in roles:
+        if not isinstance(role, str) or role not in roles:
             raise DataError(
                 f"{place}: message {number} has {'no role' if role is None else f'the role {role!r}'}; known are "
                 f"{', '.join(roles)}."

@@ -100,7 +100,10 @@ def load_rows(spec: str, *, allow_urls: bool = False) -> Rows:
             not `allow_urls`.
     """
     parsed = parse_spec(spec)
-    rows = _read(parsed, spec, allow_urls)
+    try:
+        rows = _read(parsed, spec, allow_urls)
+    except OSError as error:
+        raise DataError(f"cannot read {spec}: {error.strerror or error} ({error.filename or parsed.path}).") from error
     total = len(rows)
     rows.cut(_bound(parsed.start, total, 0), _bound(parsed.stop, total, total))
     if not len(rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ def locate_video(value: Any, image_dir: str | None, name: str) -> tuple[bytes | 
     """
     if isinstance(value, dict) and value.get("frames"):
         fps = value.get("fps")
-        if fps is not None and not (isinstance(fps, int | float) and fps > 0):
+        if fps is not None and not _is_rate(fps):
             raise DataError(f"{name}: its fps is {fps!r}; it must be a number of frames a second above 0.")
         place, name = locate_video(value["frames"], image_dir, name)
         if not isinstance(place, Stills):
@@ -122,10 +123,11 @@ def unpack_stills(data: bytes, name: str) -> bytes | Stills:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("it is compressed")
-            return Stills(
-                tuple(archive.read(entry) for entry in archive.infolist()), json.loads(archive.comment)["fps"]
-            )
-    except (ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            fps = json.loads(archive.comment)["fps"]
+            if fps is not None and not _is_rate(fps):
+                raise ValueError(f"its fps is {fps!r}")
+            return Stills(tuple(archive.read(entry) for entry in archive.infolist()), fps)
+    except (ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         raise PictureError(f"{name}: an archive is no video; give a list of pictures, or a folder ({error})") from error
 
 
@@ -249,6 +251,10 @@ def _stills(frames: Sequence[bytes | Path], name: str, folder: Path | None = Non
     if not frames:
         raise PictureError(f"{name}: there are no pictures in it")
     return Stills(tuple(frames), folder=folder), name
+
+
+def _is_rate(fps: Any) -> bool:
+    return isinstance(fps, int | float) and 0 < fps < math.inf
 
 
 def _is_folder(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import os
 import select
@@ -48,7 +49,8 @@ def main() -> None:
         if loaded.info.flows:
             caller.flow(link.receive(), spec.concurrency, trade)
         while True:
-            inputs = connection.recv()
+            # Answers to one prompt share its row; a function that changes what it was given changes only its own.
+            inputs = [copy.deepcopy(one) for one in connection.recv()]
             for sample, one in enumerate(inputs):
                 link.attach(sample, one)
             outcomes = caller.score(inputs)

@@ -25,7 +25,7 @@ def compute_score(
     truth = reward_input["ground_truth"]
     right = len(truth) if isinstance(truth, list | tuple) else next(iter(numbers_in(str(truth))), None)
     accuracy = 0.0
-    if numbers and right is not None and numbers[-1] == int(numbers[-1]):
+    if numbers and right is not None and numbers[-1].is_integer():
         difference = abs(numbers[-1] - right)
         accuracy = 1.0 if difference == 0 else near * max(0.0, 1 - difference / max(right, 1))
     return with_form(response, accuracy, form, format_weight)

@@ -92,10 +92,12 @@ class ChatClient:
             content = answer.json()
             usage = content.get("usage") or {}
             text = content["choices"][0]["message"]["content"] or ""
+            if not isinstance(text, str):
+                raise TypeError("the content is no text")
+            return Reply(text, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
         except (ValueError, LookupError, TypeError, AttributeError):
             shown = self._shown(answer)
             raise JudgeError(f"{self.address} sent something that is no chat completion: {shown!r}") from None
-        return Reply(text, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
     def _shown(self, answer: httpx.Response) -> str:
         """The beginning of what the server sent, without the key: some repeat the one that they refuse."""

@@ -25,6 +25,9 @@ Take = Callable[[str, str], None]
 PLAIN_SECONDS = 20.0
 """Between two lines of a phase where there is no terminal."""
 
+_STEERING = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that steer a terminal; they may stand in rows, answers and names of files."""
+
 _lines = StepLines()
 _take: Take | None = None
 _bar_is_open = False
@@ -120,7 +123,7 @@ def _plain(name: str, total: int) -> Callable[[int], None]:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    text = without_secrets(text)
+    text = without_secrets(text).translate(_STEERING)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")

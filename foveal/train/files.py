@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,10 @@ def fsync(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network and shared file systems can't flush a folder.
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not os.path.isdir(path):
+            raise
     finally:
         os.close(descriptor)
 

@@ -91,7 +91,7 @@ def whole_folder(target: Path, *, replaces: Iterable[str] = ()) -> Iterator[Path
     Raises:
         CheckpointError: the disk refuses, or what was written cannot be read back.
     """
-    target = target.absolute()  # "." has no name
+    target = target.resolve()  # "." has no name; and what a link leads to may be another disk
     partial = target.with_name(f"{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

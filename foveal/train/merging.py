@@ -32,7 +32,8 @@ class BaseWeights:
         except (OSError, SafetensorError, ModelError) as error:
             raise CheckpointError(
                 f"{source}: cannot read the weights of the model that training started from, to which its adapters are "
-                f"added: {str(error).splitlines()[0]} `--adapter` writes the adapters alone."
+                f"added: {str(error).splitlines()[0]} If the model has moved, a link in the old place will do; "
+                "`--adapter` writes the adapters alone."
             ) from error
         self._names = _module_names(model, self._shapes)
         found = {self._names[name]: shape for name, shape in self._shapes.items() if name in self._names}

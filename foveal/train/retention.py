@@ -315,11 +315,22 @@ class Checkpoints:
     def _remove_partial(self) -> None:
         for path in self.root.glob("global_step_*.partial"):
             console.note(f"removing {path}: the rest of a save that was cut short")
-            shutil.rmtree(path)
+            try:
+                _delete(path)
+            except OSError as error:  # such as a file that is open elsewhere, on NFS
+                console.warn(f"cannot remove {path}: {error}. Remove it by hand.")
 
 
 def _remove(folder: Path) -> None:
     """Removes a checkpoint; the first move takes its name away, so that no reader meets half of one."""
     doomed = folder.with_name(f"{folder.name}.partial")
     os.replace(folder, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Of a link to a folder elsewhere, as one that was moved to a larger disk, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)

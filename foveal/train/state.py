@@ -181,7 +181,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _optimizer_targets(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Room for the saved state: in the dtypes it was saved in, laid out (device, sharding) as the parameters are."""
+    """Room for the saved state, of the type, device and sharding in which the optimizer itself would make it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     saved: dict[str, dict[str, Any]] = {}
     for flat_name, entry in index.items():
@@ -210,8 +210,8 @@ def _room(
         return None  # a plain value, which reading replaces
     if entry.size == parameter.shape and quantized is not None:
         return quantized
-    if entry.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+    if entry.size == parameter.shape:  # in the weight's own type: fused kernels take no other
+        return torch.empty_like(parameter, requires_grad=False)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device if entry.size else scalars)
 
 

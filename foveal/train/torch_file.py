@@ -77,6 +77,8 @@ class TorchFile:
             self._archive = zipfile.ZipFile(self._file)
             [index] = [name for name in self._archive.namelist() if name.endswith("/data.pkl")]
             self._folder = index.removesuffix(".pkl")
+            if self._archive.getinfo(index).compress_type != zipfile.ZIP_STORED:  # might be far larger than its file
+                raise ValueError("it is compressed")
             self.weights = _weights(path, _Unpickler(io.BytesIO(self._archive.read(index))).load())
         except CheckpointError:
             self._file.close()
@@ -102,12 +104,8 @@ class TorchFile:
         Raises:
             CheckpointError: they are cut or damaged.
         """
-        numbers = torch.empty(stored.span, dtype=stored.dtype)
-        if stored.span:
-            self._fill(numbers.view(torch.uint8).numpy().data, stored)
-        return numbers.as_strided(stored.shape, stored.stride)
-
-    def _fill(self, memory: memoryview, stored: Stored) -> None:
+        if stored.span == 0:
+            return torch.empty(stored.shape, dtype=stored.dtype)
         damage = CheckpointError(
             f"{self.path}: the numbers of a tensor ({stored.record}) are damaged. Copy the file again, or use another "
             "checkpoint of the run."
@@ -116,9 +114,18 @@ class TorchFile:
             record = self._archive.getinfo(f"{self._folder}/{stored.record}")
         except KeyError:
             raise damage from None
-        start = stored.offset * stored.dtype.itemsize
-        if record.compress_type != zipfile.ZIP_STORED or start < 0 or start + len(memory) > record.file_size:
+        end = (stored.offset + stored.span) * stored.dtype.itemsize
+        if (
+            record.compress_type != zipfile.ZIP_STORED
+            or min(stored.offset, *stored.shape, *stored.stride, 0) < 0
+            or end > record.file_size
+        ):
             raise damage
+        numbers = torch.empty(stored.span, dtype=stored.dtype)
+        self._fill(numbers.view(torch.uint8).numpy().data, record, stored.offset * stored.dtype.itemsize, damage)
+        return numbers.as_strided(stored.shape, stored.stride)
+
+    def _fill(self, memory: memoryview, record: zipfile.ZipInfo, start: int, damage: CheckpointError) -> None:
         self._file.seek(record.header_offset + 26)  # of the record's own header: lengths of its name and extra field
         lengths = self._file.read(4)
         skipped = 4 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
