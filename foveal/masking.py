@@ -9,19 +9,30 @@ from typing import Any
 
 MASK = "***"
 _SECRET_NAME = re.compile(
-    r"(^|[-_.])((api|access|secret|private|auth)[-_]?keys?|token|bearer|passwd|passphrase"
-    r"|(password|secret|credential|authorization)s?)$",
+    r"(^|[-_.])((api|access|secret|private|auth|judge|llm|openai|azure)[-_]?keys?|token|(api|access|auth)[-_]?tokens"
+    r"|bearer|pwd|passwd|passphrase|auth|jwt|cookies?|(password|secret|credential|authorization)s?)$",
     re.IGNORECASE,
 )
+_SOME_KEY = re.compile(r"[^-_.][-_]key$", re.IGNORECASE)
+"""Of whatever service, as `deepseek_key`."""
+_DATA_KEY = re.compile(
+    r"(^|[-_.])(answer|prompt|image|video|audio|media|picture|text|question|problem|solution|truth|label|target|response"
+    r"|reward|score|metric|query|message|content|input|output|row|column|field|item|index|uid|id|name|type|task|source"
+    r"|group|sort|order|filter|split|cache|data|dict|map|config|lookup|primary|foreign|public|value)s?[-_]keys?$",
+    re.IGNORECASE,
+)
+"""Names of columns and the like."""
 _TEXT_TOKEN = re.compile(
     r"(^|[-_.])(bos|eos|pad|unk|sep|cls|mask|begin|start|end|stop|open|close|text|turn|think|answer|tool|special|image"
     r"|video|vision|audio|box|placeholder|first|last|next|new|max|min|num|per)[-_]?token$",
     re.IGNORECASE,
 )
 """Tokens of a text, and counts of them."""
-_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|SECRET|_PWD|_AUTH)$")
 _USER = re.compile(r"://[^/\s'\"]+@")
-_QUERY = re.compile(r"([?&][\w-]*(?:key|token|password|secret|signature|credential|sig)=)[^&\s'\"]+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"([?&#][\w-]*(?:key|token|password|passwd|pwd|auth|secret|signature|credential|sig)=)[^&#\s'\"]+", re.IGNORECASE
+)
 _KNOWN_KINDS = re.compile(
     r"\b(sk-[\w-]*?[^\W_]{20,}[\w-]*|hf_[^\W_]{30,}|gh[opsu]_[^\W_]{36,}|github_pat_\w{36,}|glpat-[\w-]{20,})"
 )
@@ -29,6 +40,8 @@ _KNOWN_KINDS = re.compile(
 _LEFT_OUT = re.compile(rf"(^|[\s=/]){re.escape(MASK)}($|[@&])")
 _SHORTEST = 8
 """Characters of a value that is looked for in texts: shorter ones are parts of ordinary words."""
+_PLAIN = re.compile(r"[a-z_ ]+", re.IGNORECASE)
+"""Ordinary words, which may be a column that a `some_key` names: texts keep them."""
 
 _remembered: set[str] = set()
 
@@ -55,7 +68,7 @@ def masked(values: Any, *, secret: bool = False) -> Any:
 
 def without_secrets(text: str) -> str:
     """The text without names and passwords in addresses, well-known kinds of keys, what `remember` was given, and the
-    values of environment variables whose names end with KEY, TOKEN, PASSWORD or SECRET."""
+    values of environment variables whose names end with KEY, TOKEN, PASSWORD, SECRET and the like."""
     text = _USER.sub(f"://{MASK}@", text)
     text = _QUERY.sub(rf"\1{MASK}", text)
     text = _KNOWN_KINDS.sub(MASK, text)
@@ -68,8 +81,19 @@ def without_secrets(text: str) -> str:
 
 def is_secret(name: Any) -> bool:
     """Whether a key of this name, as `api_key`, `hubToken` or `Authorization`, holds a secret."""
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name))
-    return bool(_SECRET_NAME.search(name)) and not _TEXT_TOKEN.search(name)
+    return _is_known_secret(name) or _is_some_key(name)
+
+
+def _is_known_secret(name: Any) -> bool:
+    return bool(_SECRET_NAME.search(_parted(name))) and not _TEXT_TOKEN.search(_parted(name))
+
+
+def _is_some_key(name: Any) -> bool:
+    return bool(_SOME_KEY.search(_parted(name))) and not _DATA_KEY.search(_parted(name))
+
+
+def _parted(name: Any) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name))
 
 
 def written(text: str) -> str:
@@ -89,7 +113,8 @@ def masks(values: Any, name: str = "") -> Iterator[str]:
 def _secrets(values: Any, secret: bool = False) -> Iterator[str]:
     if isinstance(values, dict):
         for key, value in values.items():
-            yield from _secrets(value, secret or is_secret(key))
+            column = isinstance(value, str) and _PLAIN.fullmatch(value)
+            yield from _secrets(value, secret or _is_known_secret(key) or (_is_some_key(key) and not column))
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _secrets(value, secret)

@@ -387,9 +387,11 @@ class Trainer:
     def _keep_samples(self, groups: list[Group]) -> None:
         """Keeps the answers to the first prompts of the step, as many as `trainer.log_training_samples` says."""
         count = self.config.trainer.log_training_samples
+        before = self.samples.written
         part = self.samples.part("train", self.step)
         part.add(groups if count < 0 else groups[:count])
         part.write()
+        self.samples.foresee(self.samples.written - before, self.total_steps - self.step)
 
     def _warn_of_nothing_learned(self, groups: list[Group]) -> None:
         """Says at the first step without a learning signal what that means, and again as such steps go on."""

@@ -16,7 +16,7 @@ from foveal.cli import main
 from foveal.config import load_config, render
 from foveal.config.keys import known_keys
 from foveal.errors import ConfigError
-from foveal.masking import is_secret, masked, masks, without_secrets, written
+from foveal.masking import is_secret, masked, masks, remember, without_secrets, written
 from foveal.resume import check_settings, saved_settings
 from foveal.view.app import make_app
 from foveal.view.export import export
@@ -41,7 +41,8 @@ def score(rows, api_key, url):
 @pytest.mark.parametrize(
     "name",
     ["api_key", "apikey", "openai_api_key", "apiKey", "token", "hf_token", "accessToken", "PASSWORD", "secret",
-     "client_secret", "Authorization", "x-api-key", "credentials", "api_keys", "a.b.api_key"],
+     "client_secret", "Authorization", "x-api-key", "credentials", "api_keys", "a.b.api_key", "judge_key", "judgeKey",
+     "judge_keys", "deepseek_key", "DEEPSEEK-KEY", "pwd", "db_pwd", "auth", "basic_auth", "access_tokens", "cookie"],
 )  # fmt: skip
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
@@ -50,6 +51,8 @@ def test_names_of_secrets(name: str) -> None:
 def test_ordinary_names_are_shown() -> None:
     ordinary = ["api_key_env", "max_tokens", "token_budget", "tokenizer_path", "answer_key", "monkey", "key"]
     ordinary += ["end_token", "eos_token", "imageToken", "image_pad_token", "cost_per_token", *known_keys()]
+    ordinary += ["pad_token", "key_name", "keyboard", "keys", "required_keys", "question_key", "imageKey", "sort_key"]
+    ordinary += ["author", "auth_type", "pwd_field", "stop_tokens", "tokens", "cookie_count", "judge_model"]
     assert [name for name in ordinary if is_secret(name)] == []
 
 
@@ -62,6 +65,12 @@ def test_ordinary_names_are_shown() -> None:
         ({"token": None, "password": "", "secret": 1234}, {"token": None, "password": "", "secret": "***"}),
         ({"url": "https://me:pw@host/v1?x=1&api_key=abc"}, {"url": "https://***@host/v1?x=1&api_key=***"}),
         ({"url": "https://me:p@w@host"}, {"url": "https://***@host"}),
+        ({"judge_key": "x", "pwd": 1, "auth": ["me", "x"]}, {"judge_key": "***", "pwd": "***", "auth": ["***", "***"]}),
+        (
+            {"use_auth": True, "url": "http://host/a?pwd=x#auth=y"},
+            {"use_auth": True, "url": "http://host/a?pwd=***#auth=***"},
+        ),
+        ({"proxy": "socks5://me:pw@[::1]:80"}, {"proxy": "socks5://***@[::1]:80"}),
         ({"url": "http://localhost:8000/v1", "at": "a@b"}, {"url": "http://localhost:8000/v1", "at": "a@b"}),
     ],
 )
@@ -77,6 +86,21 @@ def test_texts_lose_what_the_environment_calls_a_key_and_kinds_that_are_well_kno
     key = "0123456789abcdefXYZ" * 2
     text = f"fromtheenvironment thereandback sk-{key} hf_{key} task-{key}"
     assert without_secrets(text) == f"*** thereandback *** *** task-{key}"
+
+
+def test_a_word_that_any_key_names_stays_in_texts_and_what_may_be_a_secret_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("foveal.masking._remembered", set())
+    remember({"scene_key": "validation", "mistral_key": "0123-mistral", "judge_key": "onlyletters"})
+    assert without_secrets("validation of 0123-mistral onlyletters") == "validation of *** ***"
+
+
+def test_the_working_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/someone/project")
+    monkeypatch.setenv("OLDPWD", "/home/someone/elsewhere")
+    monkeypatch.setenv("MYSQL_PWD", "fromtheenvironment")
+    assert without_secrets("/home/someone/project /home/someone/elsewhere fromtheenvironment").endswith("elsewhere ***")
 
 
 @pytest.mark.parametrize("path", ["/models/hf_qwen2_5_vl_7b_instruct_and_more", "runs/sk-learn-baseline-2026-number-2"])

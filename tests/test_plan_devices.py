@@ -163,7 +163,8 @@ def test_each_phase_fetches_what_it_needs(few: Path) -> None:
     held = {"actor weights", "actor optimizer", "reference", "critic weights", "critic optimizer"}
     found = {each.name: held & each.parts.keys() for each in planned.memory.phases}
     assert found == {
-        "gen": {"actor weights"} if "actor weights" in found["gen"] else set(),  # at the hand-over
+        "gen": set(),
+        "hand over": {"actor weights"},
         "old": {"actor weights"},
         "ref": {"actor weights", "reference"},
         "values": {"actor weights", "reference", "critic weights"},
@@ -171,6 +172,17 @@ def test_each_phase_fetches_what_it_needs(few: Path) -> None:
         "update_actor": held,
         "save_checkpoint": held,
     }
+
+
+def test_sharded_weights_on_the_host_are_handed_over_a_bucket_at_a_time(seven: Path) -> None:
+    """Beside vLLM's weights there are two buckets of 512 MiB; each GPU's half comes over the bus."""
+    near, away = plan(seven, BF16, *of(2)), plan(seven, BF16, *of(2, ON_HOST))
+    handing = phase(away, "hand over")
+    assert handing.parts["gathered"] == GIB and "actor weights" not in handing.parts
+    assert handing.parts["engine weights"] == 2 * 8_292_166_656
+    took, takes = (planned.seconds.phases["hand over"] for planned in (near, away))
+    assert takes - took == pytest.approx(2 * 8_292_166_656 / 2 / 25e9)
+    assert "hand over" not in [each.name for each in near.memory.phases]
 
 
 # -- engines on GPUs of their own ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -129,6 +130,24 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, capsys: 
         part.add([group(0, [response("8")])])
         part.write()
     assert capsys.readouterr().err.count("the run goes on without keeping samples") == 1
+
+
+@pytest.mark.parametrize(("free", "said"), [(10**9, False), (10**6, True)])
+def test_samples_that_may_fill_the_disk_are_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free: int, said: bool
+) -> None:
+    """No test can have a disk of a size; what is free is the one thing that is made up."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    files = SampleFiles(tmp_path, byte_tokenizer())
+    for step in (1, 2):
+        before = files.written
+        part = files.part("train", step)
+        part.add([group(0, [response("8")], data=picture(size=50 + step))])
+        part.write()
+        files.foresee(files.written - before, 100)
+    there = [path for path in tmp_path.rglob("*") if path.suffix in (".png", ".parquet")]
+    assert files.written == sum(path.stat().st_size for path in there)
+    assert capsys.readouterr().err.count("trainer.log_training_samples=8 keeps") == said
 
 
 def test_a_run_keeps_all_validation_answers_and_some_of_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from foveal.track.sample_files import ROW_GROUP, schema
+from foveal.view import answers
 from foveal.view.answers import AnswerFiles, Filter, Index, Place
 from foveal.view.app import make_app
 from foveal.view.runs import open_runs
@@ -50,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_filters(run: Path, query: dict[str, str], count: int) -> None:
-    assert len(opened(run).find(Filter.read(query))) == count
+    assert len(opened(run).find(Filter.read(query)).numbers) == count
 
 
 def test_a_filter_survives_its_address() -> None:
@@ -64,7 +66,7 @@ def test_answers_without_a_reward_come_last_in_both_orders(tmp_path: Path) -> No
     write_part(tmp_path, "val", 0, [group(n, [response("8", score)]) for n, score in enumerate((0.5, None, 0.9))])
     index = opened(tmp_path)
     for sort, rows in (("highest reward", [2, 0, 1]), ("lowest reward", [0, 2, 1])):
-        found = index.fetch(index.places(index.find(Filter(sort=sort))))
+        found = index.fetch(index.places(index.find(Filter(sort=sort)).numbers))
         assert [answer["row"] for answer in found] == rows
 
 
@@ -104,7 +106,7 @@ def test_a_damaged_part_is_named_and_left_out(tmp_path: Path, damage: str) -> No
     else:
         pq.write_table(pa.table({"row": ["a"], "other": [1]}), part)
     index = opened(tmp_path)
-    assert len(index) == 1 and index.unreadable == [part.name]
+    assert len(index) == 1 and index.unreadable == {part.name}
 
 
 def test_an_answer_whose_file_is_replaced_by_a_shorter_one_is_left_out(tmp_path: Path) -> None:
@@ -119,13 +121,55 @@ def test_a_text_is_found_in_a_file_that_was_replaced_and_not_in_one_that_is_gone
     write_part(tmp_path, "val", 1, [group(0, [response("red"), response("red")])])
     files = AnswerFiles(tmp_path)
     files.read_on()
-    assert len(files.index.find(Filter(text="red"))) == 3
+    assert len(files.index.find(Filter(text="red")).numbers) == 3
     write_part(tmp_path, "val", 0, [group(0, [response("ÄRGER")])])
     (tmp_path / "samples/answers/val-00000001.parquet").unlink()
-    assert files.index.find(Filter(text="blue")).tolist() == []  # asked before the change was seen
+    assert files.index.find(Filter(text="blue")).numbers.tolist() == []  # asked before the change was seen
     files.read_on()
-    assert files.index.find(Filter(text="red")).tolist() == []
-    assert files.index.find(Filter(text="ärger")).tolist() == [0]
+    assert files.index.find(Filter(text="red")).numbers.tolist() == []
+    assert files.index.find(Filter(text="ärger")).numbers.tolist() == [0]
+
+
+def test_a_part_whose_texts_are_damaged_is_named_once_they_are_asked_for(tmp_path: Path) -> None:
+    write_part(tmp_path, "val", 0, [group(n, [response(f"{n} red")]) for n in range(50)])
+    part = tmp_path / "samples/answers/val-00000000.parquet"
+    with pq.ParquetFile(part) as file:
+        columns = (file.metadata.row_group(0).column(n) for n in range(file.metadata.num_columns))
+        place = next(c.data_page_offset for c in columns if c.path_in_schema == "response")
+    data = bytearray(part.read_bytes())
+    data[place : place + 60] = bytes(60)
+    part.write_bytes(data)
+    for ask in (lambda index: index.find(Filter(text="red")), lambda index: index.fetch([Place("val", 0, 1)])):
+        index = opened(tmp_path)
+        assert len(index) == 50 and index.unreadable == set()
+        ask(index)
+        assert index.unreadable == {part.name}
+
+
+def test_a_search_that_takes_too_long_says_what_is_left_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        write_part(tmp_path, "val", step, [group(0, [response("red")])])
+    index = opened(tmp_path)
+    monkeypatch.setattr(answers, "SEARCH_SECONDS", -1.0)
+    assert (len(index.find(Filter(text="red")).numbers), index.find(Filter(text="red")).left) == (0, 5)
+    page = TestClient(make_app(open_runs([tmp_path])), base_url="http://127.0.0.1:7007").get("/runs/0/samples?text=red")
+    assert "5 answers, the oldest ones, have not been looked through" in page.text and "No answer" not in page.text
+    monkeypatch.setattr(answers, "SEARCH_SECONDS", 60.0)
+    assert (len(index.find(Filter(text="red")).numbers), index.find(Filter(text="red")).left) == (5, 0)
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    run = write_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")))
+    at = TestClient(make_app(open_runs([run])), base_url="http://127.0.0.1:7007")
+    assert "14 of 14 answers" in at.get("/runs/0/samples").text and at.get("/").status_code == 200
+
+
+def test_a_pipe_in_the_place_of_a_part_is_not_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    os.mkfifo(run / "samples/answers/val-00000009.parquet")
+    assert len(opened(run)) == 14
 
 
 def test_rows_of_several_row_groups_are_the_right_ones(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
@@ -234,6 +235,66 @@ def test_broken_lines_of_a_log_are_passed_over(tmp_path: Path, line: str) -> Non
     at = client(tmp_path / "run")
     assert at.get("/").status_code == 200
     assert at.get("/curves.json?m=reward/overall&m=a/b").json()["charts"][0]["series"][0]["y"] == [0.1]
+
+
+def test_each_damaged_file_is_named_on_the_page_which_goes_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with open(run / "experiment_log.jsonl", "a") as file:
+        file.write('{"step": 6, "rew\n\n{"step": 7, "reward": {"overall": 0.7}}\n')
+    at = client(run)
+    text = page(at, "/").text
+    assert "damaged, and left out: experiment_log.jsonl (line 7)" in text and "7 of 100" in text
+    (run / "experiment_config.json").write_text("{")
+    assert "experiment_config.json" in page(at, "/settings").text
+    part = run / "samples/answers/val-00000005.parquet"
+    part.write_bytes(part.read_bytes()[:-50])
+    found = page(at, "/runs/0/samples")
+    assert f"samples/answers/{part.name}" in found.text and "11 of 11 answers" in found.text
+
+
+def test_a_missing_picture_is_named_in_its_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    missing = min((run / "samples/images").iterdir())
+    missing.unlink()
+    found = page(client(run), "/runs/0/samples")
+    assert f"missing: samples/images/{missing.name}" in found.text and len(found.all("article")) == 14
+    assert found.all("img")
+
+
+def test_answers_that_cannot_be_read_are_not_called_removed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    part = run / "samples/answers/train-00000005.parquet"
+    at = client(run)
+    assert at.get("/runs/0/train/5/0").status_code == 200
+    with pq.ParquetFile(part) as file:
+        columns = (file.metadata.row_group(0).column(n) for n in range(file.metadata.num_columns))
+        place = next(c.data_page_offset for c in columns if c.path_in_schema == "response")
+    data = bytearray(part.read_bytes())
+    data[place : place + 30] = bytes(30)
+    part.write_bytes(data)
+    answer = at.get("/runs/0/train/5/0")
+    assert answer.status_code == 404 and "samples/answers/train-00000005.parquet is damaged" in answer.text
+
+
+def test_tokens_whose_text_is_lost_name_the_file(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert "tokens.jsonl" not in page(client(run), "/runs/0/val/0/0").text
+    (run / "samples/tokens.jsonl").write_text('{"id": 1, "te\n{"id": 1e999, "text": ""}\n')
+    assert "samples/tokens.jsonl lacks the text" in page(client(run), "/runs/0/val/0/0").text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 1, "timing_s": {"gen": NaN, "step": 1}}', '{"step": 1, "reward": {"overall": 1%s}}' % ("0" * 400),
+     '{"step": 1, "timing_s": {"\\ud800": 1}, "reward": {"\\ud800": 1}}'],
+)  # fmt: skip
+def test_odd_numbers_and_names_of_a_log_break_no_page(tmp_path: Path, line: str) -> None:
+    run = write_run(tmp_path / "run", **{"odd": "\ud800"})
+    with open(run / "experiment_log.jsonl", "a") as file:
+        file.write(f"{line}\n")
+    at = client(run)
+    for address in ("/", "/curves.json?m=reward/overall", "/time", "/time.json", "/settings"):
+        assert at.get(address).status_code == 200, address
 
 
 def test_a_run_is_live_until_its_last_step_or_a_long_silence(run: Path, tmp_path: Path) -> None:

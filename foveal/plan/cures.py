@@ -24,6 +24,7 @@ _Wanted: TypeAlias = tuple[dict[str, Any], Kind, str]
 """Keys to set, and as in `Change`."""
 MOST_TOGETHER = 3
 MOST_GPUS = 64
+_SAMPLING = ("gen", "hand over")
 _SHARE = "worker.rollout.gpu_memory_utilization"
 
 
@@ -220,7 +221,8 @@ def _of_devices(config: Config, memory: Memory) -> Iterator[_Wanted]:
     for number in _other_splits(config):
         cost = f"{number} of the GPUs sample and {trainer.devices - number} train"
         yield {"cluster.rollout_devices": number}, "same", cost
-    if memory.engine and not own and trainer.devices > 1 and not memory.phases[0].fits:
+    crowded = any(not phase.fits for phase in memory.phases if phase.name in _SAMPLING)
+    if memory.engine and not own and trainer.devices > 1 and crowded:
         apart = {"cluster.rollout_devices": trainer.devices // 2, "trainer.async_rollout": True}
         cost = "half of the GPUs sample beside the others' training; answers are a step old"
         yield apart, "learns otherwise", cost

@@ -21,6 +21,8 @@ from foveal.plan.sizes import ModelSizes, measure
 from foveal.plan.trained import Parts, Role, Trained, largest_tokens
 from foveal.train.credit import needs_old_logprobs
 
+BUCKETS = 2 * (512 << 20)
+"""Bytes of weights on their way to the engine: one bucket of `named_tensors` is made while another is taken."""
 Side: TypeAlias = Literal["both", "trainers", "engines"]
 
 
@@ -155,7 +157,7 @@ class _Planner:
         free = room - max(trained.gradients for trained in self.roles.values())
         budgets = {role: trained.budgets(free) for role, trained in self.roles.items()}
         actor = self.roles["actor"]
-        phases = [self.rollout()]
+        phases = [self.rollout(), *self.hand_over()]
         away = set(self.parked)
 
         def resting(*fetched: str) -> Parts:
@@ -205,10 +207,19 @@ class _Planner:
         share = {name: max(size, 0.0) for name, size in share.items()}
         if self.apart:
             return Phase("gen", share, self.usable, "engines")
-        sampling = away | share
-        # What waits on the host is fetched for the hand-over; vLLM takes memory for keys after that.
-        handing = away | {"actor weights": self.roles["actor"].weights, "engine weights": engine.weights}
-        return Phase("gen", max(sampling, handing, key=lambda parts: sum(parts.values())), self.usable, "both")
+        return Phase("gen", away | share, self.usable, "both")
+
+    def hand_over(self) -> list[Phase]:
+        """The moment at which vLLM is given new weights, where the trainer's wait on the host: all of them are fetched
+        for it, or a bucket at a time; vLLM takes memory for keys after that."""
+        actor = self.roles["actor"]
+        if not self.vllm or self.apart or not (actor.on_host or "actor weights" in self.parked):
+            return []
+        engine = engine_of(self.config, self.gpu, actor.sizes)
+        parts = self.held(self.parked - {"actor weights"}) | {"engine weights": engine.weights}
+        if actor.sharded or actor.size != DTYPES[self.config.worker.rollout.dtype].itemsize:
+            parts["gathered" if actor.sharded else "casts"] = float(BUCKETS)
+        return [Phase("hand over", parts, self.usable, "both")]
 
     def without_gradient(self, name: str, resting: Parts, trained: Trained, tokens: int, held_in: int = 0) -> Phase:
         parts, largest = trained.forward_parts(tokens, held_in)

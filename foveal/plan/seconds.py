@@ -9,6 +9,7 @@ from foveal.cluster.room import shards
 from foveal.config import Config
 from foveal.config.schema_model import TrainedConfig
 from foveal.models.flops import Work
+from foveal.models.loading import DTYPES
 from foveal.models.memory import decoder_block
 from foveal.plan.engine import Engine
 from foveal.plan.gpus import Gpu
@@ -128,6 +129,9 @@ def plan_seconds(config: Config, gpu: Gpu, lengths: Lengths, memory: Memory) -> 
         phases["gen"] = _vllm(config, gpu, lengths, sizes, memory.engine)
         rate = min(_HAND_OVER_RATE, gpu.link) if trainer.devices > 1 else _HAND_OVER_RATE
         phases["hand over"] = _HAND_OVER_SECONDS + 2 * sizes.parameters / rate
+        fsdp, weights = config.worker.actor.fsdp, DTYPES[config.worker.actor.weights_dtype("cuda")].itemsize
+        if fsdp.enable_cpu_offload and config.training_devices > 1:  # each GPU's share comes from the host
+            phases["hand over"] += weights * sizes.parameters / shards(fsdp, config.training_devices) / _HOST_RATE
     else:
         phases["gen"] = _own_module(config, gpu, lengths, sizes)
     offloaded = memory.host.get("offloaded", 0.0)

@@ -13,6 +13,7 @@ from torch import nn
 
 from foveal.config import Config
 from foveal.config.schema_model import ModelConfig
+from foveal.errors import FovealError, ModelError
 from foveal.models.flops import FlopCounter
 from foveal.models.loading import empty_model
 from foveal.models.lora import is_factor
@@ -90,9 +91,18 @@ def measure(model: ModelConfig, source: str) -> ModelSizes:
         source: folder or hub id.
 
     Raises:
-        ModelError: there is no such model, or its family isn't supported.
+        ModelError: there is no such model, its family isn't supported, or its config.json describes none.
     """
-    return _measured(model.model_dump_json(), source)
+    try:
+        return _measured(model.model_dump_json(), source)
+    except FovealError:
+        raise
+    except Exception as error:  # of transformers' classes, whatever numbers that cannot be make them raise
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{source}: no model can be built from its config.json ({type(error).__name__}: {reason}). Give the "
+            "config.json of a Hugging Face model as it was published."
+        ) from error
 
 
 @lru_cache(maxsize=32)

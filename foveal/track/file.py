@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -104,13 +105,13 @@ def _plain(value: Any) -> int | float | None:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> Metrics:
-    """Names joined with "/" again, without what is not a number."""
+    """Names joined with "/" again, without what is not a finite number."""
     flat: Metrics = {}
     for key, value in nested.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float):
-            flat[f"{prefix}{key}"] = value
+            flat.update(flatten(value, f"{prefix}{key}/"))
+        elif isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max:
+            flat[prefix + key] = value
     return flat
 
 
@@ -122,6 +123,7 @@ class RunLog:
 
     Attributes:
         steps: step → metrics with their full names.
+        broken: numbers of the lines that cannot be read, from 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,16 +132,21 @@ class RunLog:
 
     def _begin(self) -> None:
         self.steps: dict[int, Metrics] = {}
+        self.broken: list[int] = []
+        self._lines = 0
         self._trained = 0
         self._place = 0
 
     def read_on(self) -> bool:
-        """Takes the lines that are new; half-written and broken ones are passed over.
+        """Takes the lines that are new; the last one waits until it is whole.
 
         Returns:
             whether there were any.
+
+        Raises:
+            OSError: the file is there, but cannot be read.
         """
-        if not self.path.exists():
+        if not self.path.is_file():
             return False
         with open(self.path, "rb") as file:
             if file.seek(0, 2) < self._place:  # a new file in the place of the old
@@ -149,20 +156,24 @@ class RunLog:
         whole = data[: data.rfind(b"\n") + 1]
         self._place += len(whole)
         for line in whole.splitlines():
-            self._take(line)
+            self._lines += 1
+            if line and not self._take(line):
+                self.broken.append(self._lines)
         return bool(whole)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> bool:
+        """Returns whether it can be read."""
         try:
             metrics = flatten(json.loads(line.decode("utf-8", errors="replace")))
             step = int(metrics.pop("step"))
         except (ValueError, KeyError, AttributeError, OverflowError, RecursionError):
-            return
+            return False
         if any(name.startswith("actor/") for name in metrics):
             if step <= self._trained:
                 self.steps = {old: found for old, found in self.steps.items() if old < step}
             self._trained = step
         self.steps.setdefault(step, {}).update(metrics)
+        return True
 
 
 def read_log(log_file: Path) -> dict[int, Metrics]:

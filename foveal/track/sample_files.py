@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,8 @@ ANSWERS, IMAGES, TOKENS = f"{FOLDER}/answers", f"{FOLDER}/images", f"{FOLDER}/to
 PART = re.compile(r"(train|val)-(\d{8})\.parquet")
 ROW_GROUP = 256
 """Rows that a reader has to read together."""
+LARGE_SHARE = 0.2
+"""Of the free disk, that samples may take without a warning."""
 
 Split: TypeAlias = Literal["train", "val"]
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
@@ -93,6 +96,7 @@ class SampleFiles:
 
     Attributes:
         failed: whether something could not be written, after which nothing more is.
+        written: bytes of what this process wrote.
     """
 
     def __init__(self, run_dir: Path, tokenizer: Tokenizer, after: int = 0) -> None:
@@ -101,7 +105,9 @@ class SampleFiles:
         self._after: int | None = after
         self._seen = np.zeros(0, dtype=bool)
         self._images: set[str] = set()
+        self._foreseen = False
         self.failed = False
+        self.written = 0
 
     def part(self, split: Split, step: int) -> SamplePart:
         """An empty part, to which answers are added before it is written."""
@@ -121,6 +127,7 @@ class SampleFiles:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _replace(path, data)
+                self.written += len(data)
             self._images.add(name)
         return name
 
@@ -155,6 +162,27 @@ class SampleFiles:
             if found and int(found[2]) > self._after:
                 path.unlink(missing_ok=True)
         self._after = None
+
+    def foresee(self, size: int, steps: int) -> None:
+        """Says once what the samples of the steps that are left may take, where that is much of the free disk.
+
+        Args:
+            size: bytes of a step's.
+        """
+        if self._foreseen or self.failed or not size:
+            return
+        self._foreseen = True
+        try:
+            free = shutil.disk_usage(self.run_dir).free
+        except OSError:
+            return
+        if size * steps > LARGE_SHARE * free:
+            console.warn(
+                f"answers and pictures of a training step take {size / 1e6:.1f} MB in {self.run_dir / FOLDER}, those "
+                f"of the {steps:,} steps that are left up to {size * steps / 1e9:.1f} GB; {free / 1e9:.1f} GB are "
+                "free. trainer.log_training_samples=8 keeps those of eight prompts a step, 0 none; files in "
+                "samples/answers may be deleted at any time."
+            )
 
     def give_up(self, error: Exception) -> None:
         """Says that samples can't be written; no more are."""
@@ -215,17 +243,19 @@ class SamplePart:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files.keep_tokens([row["token_ids"] for row in self._rows])
             columns = [pa.array([row[field.name] for row in self._rows], type=field.type) for field in schema()]
-            pq.write_table(
-                pa.table(columns, schema=schema()),
-                hidden,
-                row_group_size=ROW_GROUP,
-                compression="zstd",
-                compression_level=1,
-                use_dictionary=["uid", "prompt", "ground_truth"],  # of what an index needs it would slow the reading
-                use_byte_stream_split=[f"{name}.list.element" for name in floats],
-                write_statistics=False,
-            )
+            with open(hidden, "wb") as file:  # of a path that is no UTF-8, pyarrow takes no text
+                pq.write_table(
+                    pa.table(columns, schema=schema()),
+                    file,
+                    row_group_size=ROW_GROUP,
+                    compression="zstd",
+                    compression_level=1,
+                    use_dictionary=["uid", "prompt", "ground_truth"],  # of what an index needs it would slow reading
+                    use_byte_stream_split=[f"{name}.list.element" for name in floats],
+                    write_statistics=False,
+                )
             self._files.drop_later()
+            self._files.written += hidden.stat().st_size
             os.replace(hidden, path)
         except (OSError, pa.ArrowException) as error:
             self._files.give_up(error)
@@ -284,12 +314,12 @@ def _bytes(piece: str | None) -> bytes | None:
 
 def read_tokens(path: Path) -> Iterator[tuple[int, str | bytes]]:
     """Yields (token id, its text, or its bytes where it is only part of a letter); broken lines are passed over."""
-    if not path.exists():
+    if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 entry = json.loads(line)
                 yield int(entry["id"]), bytes.fromhex(entry["bytes"]) if "bytes" in entry else str(entry["text"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 continue

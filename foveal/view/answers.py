@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +38,8 @@ _TOKENS = ["token_ids", "logprobs", "trainer_logprobs", "entropies"]
 _SEARCHED = ["response", "prompt", "ground_truth"]
 LONGEST_TEXT = 200
 """Characters that are searched for."""
+SEARCH_SECONDS = 2.0
+"""After which a search begins with no further file."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,18 @@ class Place:
     number: int
 
 
+class Found(NamedTuple):
+    """What a filter finds.
+
+    Attributes:
+        numbers: (M,) int64, of the answers, in the order that is wanted.
+        left: how many were not looked through for the text, as time was up. Asking again goes on from there.
+    """
+
+    numbers: np.ndarray
+    left: int
+
+
 class AnswerFiles:
     """The parts in a run's `samples/answers`, read again as they come.
 
@@ -135,7 +152,7 @@ class AnswerFiles:
 
     def read_on(self) -> bool:
         """Takes in new and replaced files, for one thread at a time; returns whether anything changed."""
-        found = {path: _stamp(path) for path in self.folder.glob("*.parquet") if PART.fullmatch(path.name)}
+        found = {path: stamp_of(path) for path in self.folder.glob("*.parquet") if PART.fullmatch(path.name)}
         there = {path: stamp for path, stamp in found.items() if stamp is not None}
         known = {part.path: part.stamp for part in self._parts.values()}
         if known == there:
@@ -153,11 +170,11 @@ class Index:
     """All answers of some parts, by number; it never changes, so that what was found stays where it was.
 
     Attributes:
-        unreadable: names of files that are not.
+        unreadable: names of files that are not, as far as anybody has asked for what is in them.
     """
 
     def __init__(self, parts: list[Part]) -> None:
-        self.unreadable = [part.path.name for part in parts if part.table is None]
+        self.unreadable = {part.path.name for part in parts if part.table is None}
         self._parts = {part.path.name: part for part in parts if part.table is not None}
         sizes = [part.size for part in self._parts.values()]
         starts = np.cumsum([0, *sizes])[:-1]
@@ -167,8 +184,8 @@ class Index:
     def __len__(self) -> int:
         return len(self._columns["step"])
 
-    def find(self, wanted: Filter) -> np.ndarray:
-        """(M,) int64: the numbers of the answers that are wanted, in the order that is wanted."""
+    def find(self, wanted: Filter) -> Found:
+        """The answers that are wanted."""
         columns = self._columns
         kept = np.ones(len(self), dtype=bool)
         if wanted.split:
@@ -187,25 +204,45 @@ class Index:
             kept &= (columns["overall"] >= np.float32(wanted.threshold)) == (wanted.right == "yes")
         if wanted.finish:
             kept &= columns["finish_reason"] == FINISHES.index(wanted.finish)
+        left = 0
         if wanted.text:
-            kept &= self._with_text(wanted.text, kept)
+            held, searched = self._with_text(wanted.text, kept, oldest_first=wanted.sort == "oldest")
+            left = int(np.count_nonzero(kept & ~searched))
+            kept &= held
         numbers = np.flatnonzero(kept)
         column, down = SORTS[wanted.sort]
         values = columns[column][numbers].astype(np.float64)
         values = np.where(np.isnan(values), np.inf, -values if down else values)  # those without a value come last
-        return numbers[np.argsort(values, kind="stable")]
+        return Found(numbers[np.argsort(values, kind="stable")], left)
 
-    def _with_text(self, text: str, among: np.ndarray) -> np.ndarray:
-        """(N,) bool: which answers have it; only files are read that hold some of `among`, (N,) bool."""
+    def _with_text(self, text: str, among: np.ndarray, *, oldest_first: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(N,) bool: which answers have it, and which were looked through before time was up. Only files are read that
+        hold some of `among`, (N,) bool."""
         spans = {name: slice(start, start + self._parts[name].size) for name, start in self._starts.items()}
         parts = [self._parts[name] for name, span in spans.items() if among[span].any()]
-        held = np.zeros(len(self), dtype=bool)
+        held, searched = np.zeros((2, len(self)), dtype=bool)
+        until = time.monotonic() + SEARCH_SECONDS
+
+        def look(part: Part) -> bytes | None:
+            return _search(part.path, part.stamp, text) if time.monotonic() < until else None
+
+        parts = parts if oldest_first else parts[::-1]
         with ThreadPoolExecutor(2) as pool:
-            for part, found in zip(
-                parts, pool.map(lambda part: _search(part.path, part.stamp, text), parts), strict=True
-            ):
-                held[spans[part.path.name]][found[found < part.size]] = True
-        return held
+            for part, bits in zip(parts, pool.map(look, parts), strict=True):
+                if bits is None:
+                    continue
+                span = spans[part.path.name]
+                searched[span] = True
+                if bits:
+                    held[span] = np.unpackbits(np.frombuffer(bits, np.uint8), count=part.size)
+                else:
+                    self._note_damage(part)
+        return held, searched
+
+    def _note_damage(self, part: Part) -> None:
+        """Of a part that could not be read, unless it has been replaced or removed since."""
+        if stamp_of(part.path) == part.stamp:
+            self.unreadable.add(part.path.name)
 
     def follow(self, split: str, row: int) -> np.ndarray:
         """(M,) int64: the numbers of the answers to one row of the data, by step."""
@@ -242,7 +279,8 @@ class Index:
                 continue
             try:
                 rows = _read_rows(part.path, [place.number for place in wanted], _TEXTS + (_TOKENS if tokens else []))
-            except (OSError, pa.ArrowException, IndexError):  # replaced, removed or damaged since
+            except (OSError, pa.ArrowException, ValueError, IndexError):  # replaced, removed or damaged since
+                self._note_damage(part)
                 continue
             for place, row in zip(wanted, rows, strict=True):
                 number = self._starts[name] + place.number
@@ -252,12 +290,17 @@ class Index:
         return [found[place] for place in places if place in found]
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def stamp_of(path: Path) -> tuple[int, int] | None:
+    """Another one when the file has changed; None where there is none, or something that is no file."""
     try:
-        stat = path.stat()
+        found = path.stat()
     except OSError:  # removed since it was listed
         return None
-    return stat.st_mtime_ns, stat.st_size
+    return (found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    return pq.ParquetFile(pa.OSFile(os.fsencode(path)))  # of a path that is no UTF-8, pyarrow takes the bytes alone
 
 
 def _plain(value: np.generic) -> Any:
@@ -274,27 +317,32 @@ def _read_part(path: Path, stamp: tuple[int, int]) -> Part:
     found = PART.fullmatch(path.name)
     assert found
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:  # a quarter of the time that read_table takes
+        with _open(path) as file:  # a quarter of the time that read_table takes
             table = file.read(columns=_INDEXED, use_threads=False).select(_INDEXED)
-        kept = table if table.schema.equals(_index_schema()) else None
-    except (OSError, pa.ArrowException, KeyError):
+            there = {field.name: field.type for field in file.schema_arrow}
+        ours = all(there.get(field.name) == field.type for field in schema())
+        kept = table if ours and not _has_null(table, ["row", "group", "length"]) else None
+    except (OSError, pa.ArrowException, ValueError, KeyError):
         kept = None
     return Part(path, found[1], int(found[2]), stamp, kept)
 
 
-@lru_cache(20_000)
-def _search(path: Path, stamp: tuple[int, int], text: str) -> np.ndarray:
-    """(M,) int64: the rows of a file, of this stamp, that hold the text; none of one that cannot be read."""
-    held = np.zeros(0, dtype=bool)
+def _has_null(table: pa.Table, names: list[str]) -> bool:
+    return any(table[name].null_count for name in names)
+
+
+@lru_cache(100_000)
+def _search(path: Path, stamp: tuple[int, int], text: str) -> bytes:
+    """Which rows of a file, of this stamp, hold the text, in packed bits; empty where it cannot be read."""
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        with _open(path) as file:
             table = file.read(columns=_SEARCHED, use_threads=False)
-        for name in _SEARCHED:
-            found = pc.fill_null(pc.match_substring(table[name], text, ignore_case=True), False).to_numpy()
-            held = found if not held.size else held | found
-    except (OSError, pa.ArrowException, KeyError):  # replaced, removed or damaged since
-        pass
-    return np.flatnonzero(held)
+        if _has_null(table, _SEARCHED):
+            return b""
+        held = [pc.match_substring(table[name], text, ignore_case=True).to_numpy() for name in _SEARCHED]
+    except (OSError, pa.ArrowException, ValueError, KeyError):  # replaced, removed or damaged since
+        return b""
+    return np.packbits(np.logical_or.reduce(held)).tobytes()
 
 
 def _join(parts: list[Part], sizes: list[int], starts: np.ndarray) -> dict[str, np.ndarray]:
@@ -312,9 +360,11 @@ def _join(parts: list[Part], sizes: list[int], starts: np.ndarray) -> dict[str, 
 
 def _read_rows(path: Path, numbers: list[int], columns: list[str]) -> list[dict[str, Any]]:
     """Some rows of a file, reading only the row groups that they are in."""
-    with pq.ParquetFile(path) as file:
+    with _open(path) as file:
         needed = sorted({number // ROW_GROUP for number in numbers})
         table = file.read_row_groups(needed, columns=columns, use_threads=False)
+    if _has_null(table, _TEXTS):
+        raise ValueError(f"{path.name} lacks texts")
     shift = {group: index * ROW_GROUP for index, group in enumerate(needed)}
     places = [shift[number // ROW_GROUP] + number % ROW_GROUP for number in numbers]
     return table.take(places).to_pylist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from importlib.resources import files
@@ -12,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from foveal.track.lines import number
-from foveal.track.sample_files import IMAGES
+from foveal.track.sample_files import ANSWERS, IMAGES, TOKENS, part_name
 from foveal.view import charts
-from foveal.view.answers import FINISHES, PAGE, SORTS, Filter, Place
+from foveal.view.answers import FINISHES, PAGE, SEARCH_SECONDS, SORTS, Filter, Place
 from foveal.view.guard import Guard
 from foveal.view.runs import Run, alarms, differences
 from foveal.view.tokens import COLOURS, available, pieces
@@ -30,8 +31,7 @@ STATIC = {
     "uPlot.iife.min.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-PICTURE = re.compile(r"[0-9a-f]{32}\.(png|jpg|gif|bmp|webp)")
-PICTURE_TYPES = {kind: f"image/{kind}" for kind in ("png", "gif", "bmp", "webp")} | {"jpg": "image/jpeg"}
+PICTURE_TYPES = {f".{kind}": f"image/{kind}" for kind in ("png", "gif", "bmp", "webp")} | {".jpg": "image/jpeg"}
 MARK = re.compile(r"<\|im_start\|>\w*\n|<\|[^|<>]*\|>")
 FINISH_WORDS = {"stop": "ended by itself", "length": "cut off at the limit", "abort": "stopped from outside"}
 TOKENS_SHOWN = 2000
@@ -51,7 +51,7 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"number": _number, "finish": _finish, "gist": _gist}
-    made.globals |= {"TITLES": charts.TITLES, "ALARMS": charts.ALARMS}
+    made.globals |= {"TITLES": charts.TITLES, "ALARMS": charts.ALARMS, "IMAGES": IMAGES}
     return made
 
 
@@ -114,7 +114,9 @@ class Pages:
 
     def _show(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
         values = {"runs": self.runs, "run": None, "live": any(run.is_live for run in self.runs), **values}
-        return HTMLResponse(self._templates.get_template(template).render(values), status)
+        page = self._templates.get_template(template).render(values)
+        # names of folders and metrics may hold what is no text
+        return HTMLResponse(page.encode(errors="backslashreplace"), status)
 
     def _run(self, request: Request) -> Run:
         number = request.path_params["run"]
@@ -141,15 +143,15 @@ class Pages:
             names=names,
             sections=charts.by_section(self.runs),
             alarms=[alarm for run in self.runs for alarm in alarms(run)],
-            data=f"/curves.json?{urlencode([('m', name) for name in names])}",
+            data=f"/curves.json?{urlencode([('m', name) for name in names], errors='replace')}",
         )
 
     def curves_json(self, request: Request) -> Response:
         version = self._read_on()
         if request.query_params.get("since") == version:
-            return JSONResponse({"version": version})
+            return _json({"version": version})
         shown = charts.curves(self.runs, request.query_params.getlist("m"))
-        return JSONResponse({"version": version, "charts": shown})
+        return _json({"version": version, "charts": shown})
 
     def time(self, request: Request) -> Response:
         self._read_on()
@@ -159,10 +161,11 @@ class Pages:
     def time_json(self, request: Request) -> Response:
         version = self._read_on()
         if request.query_params.get("since") == version:
-            return JSONResponse({"version": version})
-        return JSONResponse({"version": version, "times": [charts.times(run) for run in self.runs]})
+            return _json({"version": version})
+        return _json({"version": version, "times": [charts.times(run) for run in self.runs]})
 
     def settings(self, request: Request) -> Response:
+        self._read_on()
         differing, same = differences(self.runs)
         return self._show("settings.html", page="settings", differing=differing, same=same)
 
@@ -172,7 +175,7 @@ class Pages:
         run = self._run(request)
         wanted = Filter.read(request.query_params)
         answers = run.answers
-        numbers = answers.find(wanted)
+        numbers, left = answers.find(wanted)
         last_page = max(0, (len(numbers) - 1) // PAGE)
         page = min(_whole(request.query_params.get("page", "")), last_page)
         places = answers.places(numbers[page * PAGE : (page + 1) * PAGE])
@@ -190,6 +193,8 @@ class Pages:
             sorts=list(SORTS),
             finishes=FINISHES,
             found=len(numbers),
+            left=left,
+            search_seconds=SEARCH_SECONDS,
             total=len(answers),
             shown_page=page,
             last_page=last_page,
@@ -200,7 +205,7 @@ class Pages:
 
     def samples_json(self, request: Request) -> Response:
         run = self._run(request)
-        return JSONResponse({"version": str(run.version), "answers": len(run.answers)})
+        return _json({"version": str(run.version), "answers": len(run.answers)})
 
     def group(self, request: Request) -> Response:
         run = self._run(request)
@@ -211,7 +216,7 @@ class Pages:
         alone = request.query_params.get("alone") == "yes"
         answers = index.fetch([place] if alone and places else places, tokens=True)
         if not answers:
-            raise HTTPException(404)
+            raise _lacking(run, places)
         colours = available(answers)
         colour = request.query_params.get("colour", "")
         if colour not in (*colours, "none"):
@@ -220,6 +225,7 @@ class Pages:
         vocabulary = run.vocabulary.read()
         for answer in answers:
             answer["pieces"] = pieces(answer, colour, vocabulary, limit)
+        unknown = {token for answer in answers for token in (answer["token_ids"] or [])[:limit]} - vocabulary.keys()
         return self._show(
             "group.html",
             page="samples",
@@ -231,7 +237,7 @@ class Pages:
             limit=limit,
             colour=colour,
             colours={name: COLOURS[name] for name in colours},
-            parts=sorted(set().union(*(answer["rewards"] for answer in answers)) - {"overall"}),
+            lacking=f"{TOKENS} lacks the text of some tokens: it is damaged or incomplete" if unknown else "",
         )
 
     def follow(self, request: Request) -> Response:
@@ -241,33 +247,46 @@ class Pages:
             raise HTTPException(404)
         index = run.answers
         numbers = index.follow(split, row)
-        answers = index.fetch(index.places(numbers[-FOLLOWED:]))
+        places = index.places(numbers[-FOLLOWED:])
+        answers = index.fetch(places)
         if not answers:
-            raise HTTPException(404)
+            raise _lacking(run, places)
         return self._show(
             "follow.html", page="samples", run=run, answers=answers, first=answers[0], total=len(numbers), row=row
         )
 
     def image(self, request: Request) -> Response:
-        """A picture by its hash; nothing else of the request gets into the path."""
-        run = self._run(request)
-        name = PICTURE.fullmatch(request.path_params["name"])
-        if name is None:
-            raise HTTPException(404)
-        path = run.folder / IMAGES / name[0]
-        if path.is_symlink() or not path.is_file():
+        """A picture by its hash."""
+        path = self._run(request).picture(request.path_params["name"])
+        if path is None:
             raise HTTPException(404)
         headers = {"Cache-Control": "private, max-age=86400, immutable"}
-        return FileResponse(path, media_type=PICTURE_TYPES[name[1]], headers=headers)
+        return FileResponse(path, media_type=PICTURE_TYPES[path.suffix], headers=headers)
 
     # -- what went wrong --------------------------------------------------------------------------------------------
 
     def not_found(self, request: Request, error: Exception) -> Response:
-        return self._show("error.html", 404, page="", title="There is no such page", text="It may have been removed.")
+        title, text = "There is no such page", "It may have been removed."
+        if isinstance(error, Lacking):
+            title, text = "These answers cannot be read", error.detail
+        return self._show("error.html", 404, page="", title=title, text=text)
 
     def failed(self, request: Request, error: Exception) -> Response:
         text = f"{type(error).__name__}: {error}. The terminal in which foveal view runs says where."
         return self._show("error.html", 500, page="", title="This page could not be made", text=text)
+
+
+class Lacking(HTTPException):
+    """Answers that are there, but cannot be read."""
+
+
+def _lacking(run: Run, places: list[Place]) -> HTTPException:
+    names = {part_name(place.split, place.step) for place in places} & run.answers.unreadable
+    return Lacking(404, f"{ANSWERS}/{min(names)} is damaged.") if names else HTTPException(404)
+
+
+def _json(values: Any) -> Response:
+    return Response(json.dumps(values, allow_nan=False), media_type="application/json")
 
 
 def _whole(text: str) -> int:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from foveal.errors import ConfigError
-from foveal.track.sample_files import IMAGES
 from foveal.view import charts
 from foveal.view.answers import Filter
-from foveal.view.app import PICTURE, static_file, templates
+from foveal.view.app import static_file, templates
 from foveal.view.runs import Run, alarms, differences
 
 SAMPLES = 100
@@ -42,6 +41,7 @@ def export(runs: Sequence[Run], out: Path) -> None:
     styles = [static_file(name).decode() for name in ("uPlot.min.css", "style.css")]
     scripts = [static_file(name).decode() for name in ("uPlot.iife.min.js", "view.js")]
     differing, _ = differences(list(runs))
+    samples = [(run, _samples(run), len(run.answers)) for run in runs]  # before anything tells what is damaged
     page = (
         templates()
         .get_template("export.html")
@@ -50,7 +50,7 @@ def export(runs: Sequence[Run], out: Path) -> None:
             run=None,
             alarms=[alarm for run in runs for alarm in alarms(run)],
             differing=differing,
-            samples=[(run, _samples(run), len(run.answers)) for run in runs],
+            samples=samples,
             styles=styles,
             scripts=scripts,
             style_sums=[_sum(text) for text in styles],
@@ -62,7 +62,7 @@ def export(runs: Sequence[Run], out: Path) -> None:
     )
     part = out.with_name(out.name + ".part")
     try:
-        part.write_text(page, encoding="utf-8")
+        part.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(part, out)
     except OSError as error:
         reason = error.strerror or error
@@ -76,23 +76,22 @@ def _sum(text: str) -> str:
 
 def _samples(run: Run) -> list[dict[str, Any]]:
     index = run.answers
-    numbers = index.find(Filter(split="val"))
+    numbers = index.find(Filter(split="val")).numbers
     if not len(numbers):
-        numbers = index.find(Filter())
+        numbers = index.find(Filter()).numbers
     if len(numbers) > SAMPLES:
         numbers = numbers[np.linspace(0, len(numbers) - 1, SAMPLES).astype(int)]
     answers = index.fetch(index.places(numbers))
     for answer in answers:
-        small = (_small(run.folder / IMAGES / name) for name in answer["images"][:PICTURES] if PICTURE.fullmatch(name))
-        answer["pictures"] = [address for address in small if address]
+        answer["pictures"] = [(name, _small(run.picture(name))) for name in answer["images"][:PICTURES] if name]
     return answers
 
 
-def _small(path: Path) -> str | None:
-    """A picture as a data address; None where it cannot be read."""
+def _small(path: Path | None) -> str | None:
+    """A picture as a data address; None where it is missing or cannot be read."""
     from PIL import Image
 
-    if path.is_symlink():
+    if path is None:
         return None
     try:
         # of all that Pillow opens only what runs keep: for some formats it starts other programs

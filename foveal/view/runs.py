@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ from typing import Any
 from foveal.errors import ConfigError
 from foveal.masking import masked
 from foveal.track.file import CONFIG_FILE, LOG_FILE, RunLog, dotted
-from foveal.track.sample_files import ANSWERS
+from foveal.track.sample_files import ANSWERS, IMAGES
 from foveal.types import Metrics
-from foveal.view.answers import AnswerFiles, Index
+from foveal.view.answers import AnswerFiles, Index, stamp_of
 from foveal.view.tokens import Vocabulary
 
 FRESH_SECONDS = 1.0
 """For which what was read counts as new."""
 LIVE_SECONDS = 300.0
 """Since the last line of the log, for which a run counts as going on."""
+PICTURE = re.compile(r"[0-9a-f]{32}\.(png|jpg|gif|bmp|webp)")
+"""The only names in the folder of pictures that are opened."""
 
 
 class Run:
@@ -44,6 +47,10 @@ class Run:
         self._lock = threading.Lock()
         self._read_at = float("-inf")
         self._steps: dict[int, Metrics] = {}
+        self._metric_names: set[str] = set()
+        self._config: dict[str, Any] = {}
+        self._config_stamp: tuple[int, int] | None = None
+        self._unread: dict[str, str] = {}
 
     def read_on(self) -> None:
         """Takes in what has been written since."""
@@ -51,11 +58,45 @@ class Run:
             if time.monotonic() - self._read_at < FRESH_SECONDS:
                 return
             self._read_at = time.monotonic()
-            if self.log.read_on():
+            self._read_config()
+            self._unread.pop(LOG_FILE, None)
+            try:
+                grown = self.log.read_on()
+            except OSError as error:
+                grown, self._unread[LOG_FILE] = False, f" ({error.strerror})"
+            if grown:
                 self._steps = dict(sorted(self.log.steps.items()))
+                self._metric_names = set().union(*self._steps.values())
                 self.version += 1
             if self._answer_files.read_on():
                 self.version += 1
+
+    def _read_config(self) -> None:
+        path = self.folder / CONFIG_FILE
+        stamp = stamp_of(path)
+        if stamp is None or stamp == self._config_stamp:
+            return
+        self._unread.pop(CONFIG_FILE, None)
+        try:
+            # runs of older versions have secrets in their files
+            self._config = dict(dotted(masked(json.loads(path.read_text(encoding="utf-8")))))
+        except (OSError, ValueError, AttributeError, RecursionError):
+            self._config, self._unread[CONFIG_FILE] = {}, ""
+        self._config_stamp = stamp
+
+    @property
+    def damaged(self) -> list[str]:
+        """What of the run's files cannot be read and is left out, each by its name in the folder."""
+        found = [f"{name}{reason}" for name, reason in self._unread.items()]
+        if lines := self.log.broken:
+            which = ", ".join(map(str, lines[:5])) + f" and {len(lines) - 5} more" * (len(lines) > 5)
+            found.append(f"{LOG_FILE} (line{'s' * (len(lines) > 1)} {which})")
+        return found + [f"{ANSWERS}/{name}" for name in sorted(self.answers.unreadable)]
+
+    def picture(self, name: str) -> Path | None:
+        """The file of a picture; None where it is missing, or no name of one. Nothing else gets into the path."""
+        path = self.folder / IMAGES / name
+        return path if PICTURE.fullmatch(name) and path.is_file() and not path.is_symlink() else None
 
     @property
     def steps(self) -> dict[int, Metrics]:
@@ -70,12 +111,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """Dotted key → value, secrets masked; empty where the folder has no readable configuration."""
-        try:
-            values = json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            # runs of older versions have them in their files
-            return dict(dotted(masked(values))) if isinstance(values, dict) else {}
-        except (OSError, ValueError, RecursionError):
-            return {}
+        return self._config
 
     @property
     def total_steps(self) -> int | None:
@@ -103,7 +139,7 @@ class Run:
         return [step for step, _ in found], [value for _, value in found]
 
     def metric_names(self) -> set[str]:
-        return set().union(*self._steps.values()) if self._steps else set()
+        return self._metric_names
 
 
 def open_runs(paths: list[Path]) -> list[Run]:

@@ -190,6 +190,18 @@ function say(problem) {
   status.textContent = problem || status.dataset.usual;
 }
 
+// A picture that is damaged says so in its place.
+function tell(picture) {
+  picture.replaceWith(element("span", "missing", "damaged: " + picture.dataset.file));
+}
+
+function watchPictures() {
+  document.querySelectorAll("img[data-file]").forEach((picture) => {
+    if (picture.complete && !picture.naturalWidth) tell(picture);
+    else picture.addEventListener("error", () => tell(picture));
+  });
+}
+
 function start() {
   document.getElementById("smooth")?.addEventListener("change", redraw);
   document.querySelectorAll("[data-submit]").forEach((one) => one.addEventListener("change", () => one.form.submit()));
@@ -207,6 +219,7 @@ function start() {
     if (width !== window.innerWidth) redraw();
     width = window.innerWidth;
   });
+  watchPictures();
   const written = document.getElementById("data");
   if (written) {
     shown = JSON.parse(written.textContent);
