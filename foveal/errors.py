@@ -38,4 +38,12 @@ class WorkerError(FovealError):
 
 
 class DeviceMemoryError(FovealError):
-    """A pass of a model does not fit into the device's memory."""
+    """A pass of a model does not fit into the device's memory.
+
+    Args:
+        smaller: tokens of passes that might; None where it takes more than smaller passes.
+    """
+
+    def __init__(self, message: str, smaller: int | None = None) -> None:
+        super().__init__(message)
+        self.smaller = smaller

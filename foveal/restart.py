@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 
 from foveal.config import Config
-from foveal.errors import EngineError, FovealError, WorkerError
+from foveal.errors import DeviceMemoryError, EngineError, FovealError, WorkerError
 from foveal.track import console
 from foveal.trainer import Trainer
 
@@ -16,7 +17,8 @@ def train(config: Config) -> int:
     last checkpoint, `trainer.max_restarts` times at most; without a checkpoint it begins again as it did.
 
     Workers are lost when their processes or machines die or stall, whenever that is, and when an engine dies in the
-    middle of the run; one that cannot start is the user's to cure.
+    middle of the run; one that cannot start is the user's to cure. They are also lost when the memory of one runs out
+    in a pass, as the others wait for it: where passes are as large as fits, they are smaller from then on.
 
     Returns:
         the process's exit status, as `Trainer.fit`.
@@ -26,11 +28,12 @@ def train(config: Config) -> int:
     """
     most, lost, reached = config.trainer.max_restarts, 0, 0
     tracker_ids: dict[str, str] = {}
+    ceiling = sys.maxsize
     began = time.monotonic()
     while True:
         trainer: Trainer | None = None
         try:
-            trainer = Trainer(config, tracker_ids=tracker_ids)
+            trainer = Trainer(config, tracker_ids=tracker_ids, token_ceiling=ceiling)
             if lost:
                 again = reached - trainer.step
                 console.note(
@@ -39,7 +42,15 @@ def train(config: Config) -> int:
                 )
             return trainer.fit()
         except FovealError as error:
-            if lost == most or not _is_loss(error, trainer) or config.trainer.devices == 1:
+            smaller = _smaller_passes(error, trainer, config)
+            if config.trainer.devices == 1 or not (smaller or _is_loss(error, trainer)):
+                raise
+            if lost == most:
+                if smaller and not most:
+                    error.args = (
+                        f"{error}\n  With trainer.max_restarts above 0 the run would have gone on from its last "
+                        f"checkpoint, with passes of up to {smaller:,} tokens.",
+                    )
                 raise
             reason = str(error)
         # Outside the handler: the exception holds the frames, and with them the rows and everything else.
@@ -51,7 +62,10 @@ def train(config: Config) -> int:
         del trainer
         gc.collect()
         console.warn(reason)
-        console.note(f"restart {lost} of {most} (trainer.max_restarts): everything was closed and starts again")
+        passes = ""
+        if smaller:
+            ceiling, passes = smaller, f", with passes of up to {smaller:,} tokens"
+        console.note(f"restart {lost} of {most} (trainer.max_restarts): everything was closed and starts again{passes}")
         _wait_for_devices(config)
 
 
@@ -60,6 +74,13 @@ def _is_loss(error: FovealError, trainer: Trainer | None) -> bool:
     if trainer is None:
         return isinstance(error, WorkerError)
     return isinstance(error, WorkerError | EngineError) and not trainer.signals.asked
+
+
+def _smaller_passes(error: FovealError, trainer: Trainer | None, config: Config) -> int | None:
+    """Tokens of passes that may do what the memory of a worker did not suffice for, where the run chooses them."""
+    if not isinstance(error, DeviceMemoryError) or config.worker.actor.token_budget != "auto":
+        return None
+    return None if trainer is None or trainer.signals.asked else error.smaller
 
 
 def _go_on(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -49,12 +50,15 @@ class Trainer:
     Args:
         config: the whole configuration.
         tracker_ids: of the trackers' runs to go on with, where no checkpoint tells them.
+        token_ceiling: tokens that no pass may exceed, because memory ran out above.
 
     Raises:
         FovealError: whatever is wrong with configuration, model folder, data or reward function.
     """
 
-    def __init__(self, config: Config, *, tracker_ids: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: Config, *, tracker_ids: Mapping[str, str] | None = None, token_ceiling: int = sys.maxsize
+    ) -> None:
         check_runnable(config)
         self.config = config
         trainer = config.trainer
@@ -94,7 +98,14 @@ class Trainer:
                 val_rewards = held.enter_context(RewardRunner(config.worker.reward, "val", self.processing.tokenizer))
                 images = max(images, val_loader.most_images)
             self._account_for_rows([self.loader, val_loader] if config.data.val_files else [self.loader])
-            self.workers = start_workers(config, self.processing, train=True, weights=start.weights, images=images)
+            self.workers = start_workers(
+                config,
+                self.processing,
+                train=True,
+                weights=start.weights,
+                images=images,
+                token_ceiling=token_ceiling,
+            )
             held.callback(self.workers.close)
             self.samples = SampleFiles(self.root, self.processing.tokenizer, after=start.state.get("step", 0))
             if config.data.val_files:

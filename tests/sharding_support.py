@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,12 @@ class Case:
     dtype: torch.dtype = torch.float64
     overrides: tuple[str, ...] = ()
     frozen_tower: bool = False
+    tower_alone: bool = False  # is trained
     half: bool = False  # compute in bfloat16
     adam: bool = False
     lora: bool = False  # adapters of rank 4 whose B are not zero
+    pictures: list[int] = field(default_factory=lambda: PICTURES)
+    budget: int = BUDGET
 
 
 @dataclass
@@ -93,7 +96,7 @@ def policy_of(case: Case, *, sharded: bool) -> Policy:
     at_end = sums_at_end(scorer, actor.fsdp, mixed_precision(actor.fsdp, CPU), CPU)
     once = gathers_once(scorer, actor.fsdp, CPU)
     peers = Peers(scorer, CPU, sums_at_end=at_end, gathers_once=once) if sharded else None
-    packer = Packer(BUDGET, True, PromptLayouts(scorer.model, lambda p: p.features or {}), CPU, peers=peers)
+    packer = Packer(case.budget, True, PromptLayouts(scorer.model, lambda p: p.features or {}), CPU, peers=peers)
     policy = Policy(config, scorer, packer, packer, reference)
     if not case.adam:  # whose steps hide the size of a gradient
         weights = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
@@ -106,6 +109,8 @@ def _scorer(case: Case, fsdp: FsdpConfig, *, sharded: bool, checkpointing: bool,
     model: Any = build(str(case.folder), dtype=case.dtype, device=CPU)
     if case.frozen_tower:
         freeze_parts(model, ModelConfig(freeze_vision_tower=True))
+    if case.tower_alone:
+        freeze_parts(model, ModelConfig(freeze_language_model=True))
     if case.lora:
         add_lora(model, LoraConfig(rank=4, alpha=8))
     if not trained:
@@ -172,7 +177,7 @@ def critic_trained(folder: Path, rank: int | None = None) -> Outcome:
 
 def groups_of(case: Case, policy: Policy) -> list[Group]:
     """Groups with advantages, and old and reference log-probabilities that could be the policy's."""
-    groups = random_groups(policy.model, PICTURES)
+    groups = random_groups(policy.model, case.pictures)
     rng = np.random.default_rng(1)
     for group in groups:
         for response in group.responses:

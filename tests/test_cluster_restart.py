@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +17,10 @@ from foveal import restart
 from foveal.cli import main
 from foveal.config import Config, load_config
 from foveal.config.rules import no_effect, remarks
-from foveal.errors import DataError, EngineError, FovealError, WorkerError
+from foveal.errors import DataError, DeviceMemoryError, EngineError, FovealError, WorkerError
 from foveal.track.file import read_log
 from foveal.train.checkpoint import load_trained
-from tests.cluster_support import MARK, Strikes, kill, nothing_is_left
+from tests.cluster_support import MARK, Strikes, import_this_checkout, kill, nothing_is_left
 from tests.small_run import small_run
 
 STEPS = 4
@@ -26,6 +29,10 @@ STEPS = 4
 def hang(crew: Any, _victim: Any) -> None:
     """Leaves the worker stopped, and gives the stage few seconds."""
     crew.timeout = 9
+
+
+def go_on(crew: Any, victim: Any) -> None:
+    os.kill(victim.pid, signal.SIGCONT)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -83,8 +90,10 @@ class Scripted:
 
     script: ClassVar[list[Any]] = []
     seen: ClassVar[list[tuple[str | None, bool, dict[str, str]]]] = []
+    ceilings: ClassVar[list[int]] = []
 
-    def __init__(self, config: Config, tracker_ids: dict[str, str]) -> None:
+    def __init__(self, config: Config, tracker_ids: dict[str, str], token_ceiling: int) -> None:
+        self.ceilings.append(token_ceiling)
         trainer = config.trainer
         self.seen.append((trainer.load_checkpoint_path, trainer.find_last_checkpoint, dict(tracker_ids)))
         self.next = self.script.pop(0)
@@ -109,6 +118,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(restart, "Trainer", Scripted)
     monkeypatch.setattr(restart, "_wait_for_devices", lambda config: None)
     monkeypatch.setattr(Scripted, "seen", [])
+    monkeypatch.setattr(Scripted, "ceilings", [])
 
     def train(script: list[Any], *overrides: str) -> int:
         monkeypatch.setattr(Scripted, "script", script)
@@ -128,6 +138,9 @@ def test_a_checkpoint_of_the_run_takes_the_place_of_the_one_it_began_with(run: A
     [
         ([1, 2, 3], []),
         ([DataError("a row"), "done"], []),
+        ([DeviceMemoryError("a single answer"), "done"], []),
+        ([DeviceMemoryError("too much", 50), "done"], ["worker.actor.token_budget=100"]),
+        ([DeviceMemoryError("too much", 50), "done"], ["trainer.n_gpus_per_node=1"]),
         ([[EngineError("no vLLM")], "done"], []),
         (["asked", "done"], []),
         ([1, "done"], ["trainer.n_gpus_per_node=1"]),
@@ -142,6 +155,52 @@ def test_what_a_restart_cannot_cure_ends_the_run(run: Any, script: list[Any], ov
 
 def test_a_start_without_its_workers_and_a_dead_engine_count_as_losses(run: Any) -> None:
     assert run([EngineError("it died"), [WorkerError("worker 0 died")], "done"]) == 0
+
+
+def test_passes_that_memory_did_not_suffice_for_are_smaller_from_then_on(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([DeviceMemoryError("too much", 500), 3, "done"]) == 0
+    assert Scripted.ceilings == [sys.maxsize, 500, 500]
+    said = capsys.readouterr()
+    assert said.out.count("starts again, with passes of up to 500 tokens\n") == 1 and "too much" in said.err
+
+
+def test_a_run_that_may_not_restart_says_that_it_could_have_gone_on(run: Any) -> None:
+    with pytest.raises(DeviceMemoryError, match=r"too much\n.* trainer\.max_restarts above 0 .* up to 500 tokens"):
+        run([DeviceMemoryError("too much", 500)], "trainer.max_restarts=0")
+    with pytest.raises(DeviceMemoryError, match=r"^too much$"):
+        run([DeviceMemoryError("too much", 500), DeviceMemoryError("too much", 250)], "trainer.max_restarts=1")
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_one_of_two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other waits for it in a collective; without a restart a message says what to do, at once."""
+    pytest.importorskip("ray")
+    from foveal.cluster import ray_group
+    from tests.short_of_memory import ShortOfMemory
+
+    mark = uuid.uuid4().hex
+    for name, value in {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", MARK: mark}.items():
+        monkeypatch.setenv(name, value)
+    import_this_checkout(monkeypatch)
+    several = ["trainer.n_gpus_per_node=2", "trainer.max_steps=2", "trainer.save_freq=1", "data.val_files=null"]
+    args = small_run(tmp_path, "qwen2_5_vl", *several, "trainer.async_save=false")
+    monkeypatch.setattr(ray_group, "Member", ShortOfMemory)
+    strikes = Strikes(monkeypatch, [("the policy's update", 1, go_on)])  # it tells the seconds
+    assert main(["train", *args]) == 1
+    error = capfd.readouterr().err
+    assert max(strikes.seconds) < 60 and nothing_is_left(mark), strikes.seconds
+    assert "error: out of memory in the policy's update: a pass of " in error, error
+    budget = re.search(r"Set worker\.actor\.token_budget=(\d+) or less", error)
+    assert budget and f"with passes of up to {int(budget[1]):,} tokens." in error, error
+    assert main(["train", *args, "trainer.max_restarts=1"]) == 0
+    said = capfd.readouterr().out
+    assert f"starts again, with passes of up to {int(budget[1]):,} tokens" in said, said
+    assert "going on after step 1; 0 finished steps" in said, said
+    assert list(read_log(tmp_path / "run" / "experiment_log.jsonl")) == [1, 2]
 
 
 def test_it_is_said_where_restarts_do_little_or_nothing() -> None:

@@ -115,12 +115,24 @@ def test_features_and_gradients_are_those_of_transformers(folders: dict[str, Pat
     expected = plain(model, pictures)
     expected_gradients = gradients(tower, expected)
 
-    found = encode(tower, pictures)
+    found = encode(tower, pictures, device=CPU)
 
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert_close(gradients(tower, found), expected_gradients)
+
+
+def test_weights_may_come_to_the_device_as_late_as_the_tower_begins(folders: dict[str, Path]) -> None:
+    """As sharded ones do from host memory."""
+    tower: Any = vision_tower(load(folders["qwen2_5_vl"]))
+    pictures = pictures_for(tower, 0, 1)
+    expected = encode(tower, pictures, device=CPU)
+    there = dict(tower.state_dict())
+    elsewhere = {name: weight.to("meta") for name, weight in there.items()}
+    tower.load_state_dict(elsewhere, assign=True)
+    tower.register_forward_pre_hook(lambda *_: tower.load_state_dict(there, assign=True) and None)
+    assert torch.equal(encode(tower, pictures, device=CPU)[0], expected[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,7 +144,7 @@ def test_a_picture_that_comes_several_times_is_computed_once(folders: dict[str, 
     expected_gradients = gradients(tower, expected)
 
     with patches_seen(tower) as seen:
-        found = encode(tower, pictures)
+        found = encode(tower, pictures, device=CPU)
 
     assert seen == [24 + 120 + 48]
     for ours, theirs in zip(found, expected, strict=True):
@@ -147,8 +159,8 @@ def test_a_picture_without_a_key_is_computed_by_itself(folders: dict[str, Path])
     tower.requires_grad_(False)
     store = FeatureStore()
     with patches_seen(tower) as seen:
-        encode(tower, [alone, alone], store)
-        encode(tower, [alone], store)
+        encode(tower, [alone, alone], store, device=CPU)
+        encode(tower, [alone], store, device=CPU)
     assert seen == [48, 24]
 
 
@@ -157,15 +169,15 @@ def test_an_untrained_tower_runs_once_a_step_for_each_picture(folders: dict[str,
     tower: Any = vision_tower(load(folders[family]))
     tower.requires_grad_(False)
     store = FeatureStore()
-    first = encode(tower, pictures_for(tower, 0, 1), store)
+    first = encode(tower, pictures_for(tower, 0, 1), store, device=CPU)
     with patches_seen(tower) as seen:
-        again = encode(tower, pictures_for(tower, 0, 1), store)
-        mixed = encode(tower, pictures_for(tower, 1, 2, 0), store)
+        again = encode(tower, pictures_for(tower, 0, 1), store, device=CPU)
+        mixed = encode(tower, pictures_for(tower, 1, 2, 0), store, device=CPU)
         store.clear()
-        encode(tower, pictures_for(tower, 1), store)
+        encode(tower, pictures_for(tower, 1), store, device=CPU)
     assert seen == [48, 24]
     assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-    expected = encode(tower, pictures_for(tower, 1, 2, 0))
+    expected = encode(tower, pictures_for(tower, 1, 2, 0), device=CPU)
     for ours, theirs in zip(mixed, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -175,23 +187,23 @@ def test_pixels_are_not_asked_for_again(folders: dict[str, Path]) -> None:
     tower.requires_grad_(False)
     store = FeatureStore()
     (picture,) = pictures_for(tower, 1)
-    encode(tower, [picture], store)
+    encode(tower, [picture], store, device=CPU)
 
     def refuse() -> torch.Tensor:
         raise AssertionError("the picture was made again")
 
-    encode(tower, [Picture(picture.grid, refuse, picture.key)], store)
+    encode(tower, [Picture(picture.grid, refuse, picture.key)], store, device=CPU)
 
 
 def test_a_trained_tower_is_never_remembered(folders: dict[str, Path]) -> None:
     tower: Any = vision_tower(load(folders["qwen3_vl"]))
     store = FeatureStore()
-    encode(tower, pictures_for(tower, 1), store)
+    encode(tower, pictures_for(tower, 1), store, device=CPU)
     with torch.no_grad():
         for parameter in tower.parameters():
             parameter.mul_(1.1)
-    found = encode(tower, pictures_for(tower, 1), store)
-    torch.testing.assert_close(found, encode(tower, pictures_for(tower, 1)), rtol=0, atol=0)
+    found = encode(tower, pictures_for(tower, 1), store, device=CPU)
+    torch.testing.assert_close(found, encode(tower, pictures_for(tower, 1), device=CPU), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,17 +212,17 @@ def test_under_a_trained_projector_the_rest_is_remembered(folders: dict[str, Pat
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_("merger" in name)
     store = FeatureStore()
-    encode(tower, pictures_for(tower, 0, 1), store)
+    encode(tower, pictures_for(tower, 0, 1), store, device=CPU)
     with torch.no_grad():  # an optimizer step
         for parameter in tower.parameters():
             parameter.mul_(1.1 if parameter.requires_grad else 1.0)
 
     with patches_seen(tower) as seen:
-        found = encode(tower, pictures_for(tower, 1, 0, 1), store)
+        found = encode(tower, pictures_for(tower, 1, 0, 1), store, device=CPU)
     found_gradients = gradients(tower, found)
 
     assert not seen
-    expected = encode(tower, pictures_for(tower, 1, 0, 1))
+    expected = encode(tower, pictures_for(tower, 1, 0, 1), device=CPU)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert_close(found_gradients, gradients(tower, expected))
@@ -219,11 +231,11 @@ def test_under_a_trained_projector_the_rest_is_remembered(folders: dict[str, Pat
 def test_a_full_store_keeps_what_it_has(folders: dict[str, Path]) -> None:
     tower: Any = vision_tower(load(folders["qwen2_vl"]))
     tower.requires_grad_(False)
-    (columns,) = encode(tower, pictures_for(tower, 1))
+    (columns,) = encode(tower, pictures_for(tower, 1), device=CPU)
     store = FeatureStore(device_bytes=columns.nbytes, host_bytes=0)
-    encode(tower, pictures_for(tower, 1, 0), store)
+    encode(tower, pictures_for(tower, 1, 0), store, device=CPU)
     with patches_seen(tower) as seen:
-        encode(tower, pictures_for(tower, 1, 0), store)
+        encode(tower, pictures_for(tower, 1, 0), store, device=CPU)
     assert seen == [120]
 
 
@@ -250,9 +262,9 @@ def test_the_host_never_waits_for_the_tower(folders: dict[str, Path], family: st
         if hasattr(module, "qkv"):
             module.forward = lambda hidden, **_: hidden
     pictures = pictures_for(tower, 0, 1, 2)
-    encode(tower, pictures)  # tables of new grids are made here
+    encode(tower, pictures, device=CPU)  # tables of new grids are made here
     with HostReads() as ours:
-        columns = encode(tower, pictures)
+        columns = encode(tower, pictures, device=CPU)
         sum(c.sum() for c in columns).backward()  # type: ignore[union-attr]
     with HostReads() as theirs:
         plain(model, pictures)
@@ -283,11 +295,11 @@ def test_an_unaligned_mlp_computes_the_same_with_zeros_added(folders: dict[str, 
     model = load(folders["qwen2_5_vl"])
     tower: Any = vision_tower(model)
     pictures = pictures_for(tower, 0, 1)
-    expected = encode(tower, pictures)
+    expected = encode(tower, pictures, device=CPU)
     expected_gradients = gradients(tower, expected)
 
     assert align_vision_mlps(tower) == len(tower.blocks)
-    found = encode(tower, pictures)
+    found = encode(tower, pictures, device=CPU)
 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert_close(gradients(tower, found), expected_gradients)

@@ -75,6 +75,15 @@ def test_the_start_line_says_which_budget_is_used(
     assert said in line
 
 
+def test_no_budget_comes_above_what_memory_did_not_suffice_for(tmp_path: Path) -> None:
+    config = load("worker.actor.token_budget=easyr1", "worker.actor.micro_batch_size_per_device_for_update=1")
+    model = make(tmp_path, config)
+    set_budgets(config, {"actor": model}, CPU, 200)
+    assert (model.packer.budget, model.experience_packer.budget) == (150, 200)
+    model.packer.largest = 150
+    assert learned_budget(model.packer, 150, 10**9) == 200
+
+
 def largest(tmp_path: Path, free: int, *argv: str) -> tuple[int, int, str]:
     config = load(*argv)
     return budget._largest(config, config.worker.actor, make(tmp_path, config).scorer, free)

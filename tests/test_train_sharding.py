@@ -35,6 +35,7 @@ OTHER_CASES = (
     "weights not sharded",
     "weights in host memory",
     "frozen tower",
+    "tower alone",
     "exact KL",
     "critic",
 )
@@ -59,8 +60,17 @@ def cases_in(folder: Path) -> dict[str, Case]:
             overrides=(f"{fsdp}.enable_cpu_offload=true", "worker.actor.model.enable_gradient_checkpointing=false"),
         ),
         "frozen tower": Case(qwen3, frozen_tower=True),
+        # an optimizer step that ends with micro-batches of text, which have no backward pass, and one without any
+        "tower alone": Case(
+            qwen3,
+            overrides=("worker.actor.model.enable_gradient_checkpointing=false",),
+            tower_alone=True,
+            pictures=[1, 0, 0, 0, 0],
+            budget=12,
+        ),
         "exact KL": Case(qwen25, overrides=("algorithm.kl_penalty=full",)),
         "bfloat16": Case(qwen3, torch.float32, half=True),
+        "text in bfloat16": Case(qwen3, torch.float32, half=True, pictures=[0] * 5, budget=12),
         "adam": Case(qwen3, torch.float32, adam=True),
     }
 
@@ -216,10 +226,11 @@ def test_log_probabilities_after_it_are_those_of_one_process(
     assert all(np.allclose(found[index], expected[index], rtol=0, atol=1e-6) for index in expected)
 
 
+@pytest.mark.parametrize("case", ["bfloat16", "text in bfloat16"])
 def test_bfloat16_in_computation_leaves_float32_weights_and_much_the_same_steps(
-    together: list[FromProcess], alone: dict[str, Outcome]
+    together: list[FromProcess], alone: dict[str, Outcome], case: str
 ) -> None:
-    found, expected = together[0].outcomes["bfloat16"], alone["bfloat16"]
+    found, expected = together[0].outcomes[case], alone[case]
     for name, after in found.after.items():
         assert after.dtype == torch.float32
         if "visual" not in name:

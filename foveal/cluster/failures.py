@@ -104,7 +104,9 @@ def explain(stage: str, failures: Mapping[int, RayError], places: Sequence[Where
         )
     if isinstance(cause, FovealError):
         several = len({other.host for other in places}) > 1
-        return type(cause)(f"{cause} [{describe(place)}]") if several else cause
+        if several:
+            cause.args = (f"{cause} [{describe(place)}]",)
+        return cause
     if isinstance(cause, OSError):
         return cause
     return WorkerError(f"{describe(place)} failed during {stage}:\n{str(failures[rank]).strip()}\n{place.end_of_log()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,13 +68,20 @@ def start_workers(
     checkpoint: Path | None = None,
     weights: Path | None = None,
     images: int = 0,
+    token_ceiling: int = sys.maxsize,
 ) -> Workers:
     """Starts what `trainer.nnodes` and `trainer.n_gpus_per_node` ask for; with one device, a worker in this process.
 
     Args:
-        checkpoint, weights, images: as in `Worker`.
+        checkpoint, weights, images, token_ceiling: as in `Worker`.
     """
-    options: dict[str, Any] = {"train": train, "checkpoint": checkpoint, "weights": weights, "images": images}
+    options: dict[str, Any] = {
+        "train": train,
+        "checkpoint": checkpoint,
+        "weights": weights,
+        "images": images,
+        "token_ceiling": token_ceiling,
+    }
     if config.trainer.devices > 1:
         from foveal.cluster.ray_group import RayWorkers
 

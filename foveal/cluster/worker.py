@@ -3,6 +3,7 @@ have devices of their own."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -61,6 +62,7 @@ class Worker:
         checkpoint: the actor's folder of a checkpoint to take the model from; None for `model_path`.
         weights: a Hugging Face folder that the policy starts from instead of `model_path`, which the reference stays.
         images: most pictures in a prompt.
+        token_ceiling: as of `set_budgets`.
         place: among several workers, each of which must be built; every one of them must then make the same calls, in
             the same order, if only without a prompt or a group of its own.
     """
@@ -74,6 +76,7 @@ class Worker:
         checkpoint: Path | None = None,
         weights: Path | None = None,
         images: int = 0,
+        token_ceiling: int = sys.maxsize,
         place: Place | None = None,
     ) -> None:
         self.config = config
@@ -123,12 +126,15 @@ class Worker:
                 reference = self._load(config.worker.ref.fsdp.torch_dtype or default, source)
                 self.reference = self._scorer(reference.requires_grad_(False).eval())
                 if not self.place.alone:
-                    self._spread(self.reference, config.worker.ref.fsdp, source, role="ref")
+                    theirs = self._spread(self.reference, config.worker.ref.fsdp, source, role="ref")
+                    if self.peers is not None and config.algorithm.exact_kl_in_loss:  # both are gathered in an update
+                        self.peers.held_bytes += theirs.held_bytes
                 self._share_features()
             self.policy = Policy(config, scorer, self._packer(), self.experience_packer, self.reference)
             if get_advantage(config.algorithm.adv_estimator).needs_values:
                 self.critic = load_critic(config, processing, self.device, self.place)
-            set_budgets(config, {"actor": self.policy} | ({"critic": self.critic} if self.critic else {}), self.device)
+            trained = {"actor": self.policy} | ({"critic": self.critic} if self.critic else {})
+            set_budgets(config, trained, self.device, token_ceiling)
             self._compile()
         self.meter = self._start_meter()
         self.weight_version = 0

@@ -110,8 +110,8 @@ class TrainerConfig(Section):
     max_restarts: NotNegative = Field(
         default=0,
         description="Times that a run on several devices goes on by itself, from its last checkpoint, after a worker's "
-        "process or machine was lost, stalled, or lost its engine. A single device works in the run's own process, "
-        "which ends with it.",
+        "process or machine was lost, stalled, lost its engine, or ran out of memory in a pass whose size is `auto` "
+        "(`worker.actor.token_budget`). A single device works in the run's own process, which ends with it.",
     )
     ray_timeline: str | None = Field(
         default=None, description="File for a timeline of Ray's tasks, as Chrome's tracing shows it."

@@ -60,7 +60,8 @@ class ActorConfig(TrainedConfig):
     token_budget: Literal["auto", "easyr1"] | Positive = Field(
         default="auto",
         description="Tokens per pass, of actor, reference and critic; results do not depend on it. `auto`: as many as "
-        "the memory allows by arithmetic; where it runs out all the same, half as many from then on. `easyr1`: "
+        "the memory allows by arithmetic; where it runs out all the same, half as many from then on (on several "
+        "devices with `trainer.max_restarts`). `easyr1`: "
         "micro batch size × (max_prompt_length + max_response_length).",
     )
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from foveal.models.positions import decoder_of
 from foveal.models.vision import vision_tower
 from foveal.track import console
-
-Result = TypeVar("Result")
 
 _GRAPHS = 32
 """Graphs that one kind of layer may have: with and without gradient, with and without a shared prompt, in the types of
@@ -24,8 +23,7 @@ def compile_layers(model: nn.Module, *, vision: bool, backend: str | Callable[..
     """Compiles the decoder layers, each by itself, with lengths left open; layers of a kind share their graphs.
 
     A decoder layer runs compiled over packed sequences alone: sampling with the same module stays as it was. Where
-    compiling fails, one warning says why and everything goes on eagerly; for a failure in a backward pass whoever runs
-    it begins again (`or_eagerly`).
+    compiling fails, one warning says why and everything goes on eagerly.
 
     Args:
         model: a transformers model with the packed attention installed.
@@ -57,6 +55,9 @@ class Compiled:
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         self._backend = backend
+        # The backward pass is compiled with the forward pass: a failure then comes before anything has run. Halfway
+        # through a backward pass, among several processes, nothing could begin again.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
 
     def wrap(
         self,
@@ -81,17 +82,6 @@ class Compiled:
             return eager(*args, **kwargs)
 
         return forward
-
-
-def or_eagerly(work: Callable[[], Result]) -> Result:
-    """Runs `work`, which has a backward pass; where that cannot be compiled, once more from the start without."""
-    try:
-        return work()
-    except TorchDynamoException as error:
-        if Compiled.failed:
-            raise
-        _give_up(error)
-    return work()
 
 
 def _give_up(error: TorchDynamoException) -> None:

@@ -44,7 +44,9 @@ class _Fixed(Enum):
     TOWER = 2
 
 
-def encode(tower: Any, pictures: Sequence[Picture], store: FeatureStore | None = None) -> Columns:
+def encode(
+    tower: Any, pictures: Sequence[Picture], store: FeatureStore | None = None, *, device: torch.device
+) -> Columns:
     """The features of all pictures, one after the other.
 
     Pictures of the same content are computed together, once; their gradients add up.
@@ -52,6 +54,7 @@ def encode(tower: Any, pictures: Sequence[Picture], store: FeatureStore | None =
     Args:
         tower: the vision tower of a Qwen-VL model with the packed attention installed.
         store: keeps what the untrained part of the tower computes, to be found again; None for no reuse.
+        device: where it computes. Its weights may lie in host memory until then, if they are spread over processes.
     """
     distinct: dict[Hashable, Picture] = {}
     places = [number if picture.key is None else picture.key for number, picture in enumerate(pictures)]
@@ -59,10 +62,11 @@ def encode(tower: Any, pictures: Sequence[Picture], store: FeatureStore | None =
         distinct.setdefault(place, picture)
     fixed = _fixed_part(tower) if store is not None else _Fixed.NOTHING
     if fixed is _Fixed.NOTHING:
-        computed = _run(tower, list(distinct.values()))
+        computed = _run(tower, list(distinct.values()), device)
     else:
         assert store is not None
-        computed = _recall(tower, list(distinct.values()), store, _run if fixed is _Fixed.TOWER else _run_trunk)
+        compute = _run if fixed is _Fixed.TOWER else _run_trunk
+        computed = _recall(tower, list(distinct.values()), store, compute, device)
         if fixed is _Fixed.TRUNK:
             computed = _project(tower, list(distinct.values()), computed)
     of_place = dict(zip(distinct, computed, strict=True))
@@ -107,13 +111,16 @@ def _fixed_part(tower: nn.Module) -> _Fixed:
 
 @torch.no_grad()
 def _recall(
-    tower: Any, pictures: list[Picture], store: FeatureStore, compute: Callable[[Any, list[Picture]], list[Columns]]
+    tower: Any,
+    pictures: list[Picture],
+    store: FeatureStore,
+    compute: Callable[[Any, list[Picture], torch.device], list[Columns]],
+    device: torch.device,
 ) -> list[Columns]:
     """What the store holds of the pictures; the others are computed and put there."""
-    device = next(tower.parameters()).device
     found = [store.get(picture.key, device) for picture in pictures]
     missing = [picture for picture, columns in zip(pictures, found, strict=True) if columns is None]
-    made = iter(compute(tower, missing) if missing else [])
+    made = iter(compute(tower, missing, device) if missing else [])
     result = []
     for picture, columns in zip(pictures, found, strict=True):
         if columns is None:
@@ -123,14 +130,14 @@ def _recall(
     return result
 
 
-def _run(tower: Any, pictures: list[Picture]) -> list[Columns]:
+def _run(tower: Any, pictures: list[Picture], device: torch.device) -> list[Columns]:
     """One forward of the tower over all pictures."""
-    output = _forward(tower, pictures)
+    output = _forward(tower, pictures, device)
     columns = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
     return _split(columns, [visual_tokens(p.grid, tower.spatial_merge_size) for p in pictures])
 
 
-def _run_trunk(tower: Any, pictures: list[Picture]) -> list[Columns]:
+def _run_trunk(tower: Any, pictures: list[Picture], device: torch.device) -> list[Columns]:
     """What the projectors get in a forward over all pictures: (patches, width) each."""
     columns: list[torch.Tensor] = []
     with ExitStack() as hooks:
@@ -142,7 +149,7 @@ def _run_trunk(tower: Any, pictures: list[Picture]) -> list[Columns]:
                 columns[number] = inputs[0]
 
             hooks.callback(projector.register_forward_pre_hook(keep).remove)
-        _forward(tower, pictures)
+        _forward(tower, pictures, device)
     return _split(columns, [visual_tokens(p.grid, 1) for p in pictures])
 
 
@@ -158,8 +165,7 @@ def _project(tower: Any, pictures: list[Picture], inputs: list[Columns]) -> list
     return _split(columns, [visual_tokens(p.grid, tower.spatial_merge_size) for p in pictures])
 
 
-def _forward(tower: Any, pictures: list[Picture]) -> Any:
-    device = next(tower.parameters()).device
+def _forward(tower: Any, pictures: list[Picture], device: torch.device) -> Any:
     grids = [picture.grid for picture in pictures]
     pixels = torch.cat([to_device(picture.pixels(), device) for picture in pictures])
     tables = tower_tables(tower, grids, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -54,7 +55,9 @@ def initial_budget(config: Config) -> int:
     return wanted if isinstance(wanted, int) else ON_CPU
 
 
-def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.device) -> None:
+def set_budgets(
+    config: Config, models: Mapping[str, Trained], device: torch.device, ceiling: int = sys.maxsize
+) -> None:
     """Sets the budgets of all packers, and says which and why.
 
     `worker.actor.token_budget` when it is a number; "easyr1" gives what EasyR1's keys stand for: responses per device ×
@@ -62,6 +65,7 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
 
     Args:
         models: `actor` and, where there is one, `critic`. The reference must be loaded too.
+        ceiling: tokens that no pass may exceed, because memory ran out above.
     """
     wanted = config.worker.actor.token_budget
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -81,8 +85,9 @@ def set_budgets(config: Config, models: Mapping[str, Trained], device: torch.dev
             reason = f" on a {device.type.upper()}"
         else:
             update, experience, reason = _largest(config, keys, model.scorer, free)
-        update, experience = (-int(most) for most in _most([-update, -experience], device))
+        update, experience = (min(ceiling, -int(most)) for most in _most([-update, -experience], device))
         model.packer.budget, model.experience_packer.budget = update, experience
+        model.packer.ceiling = model.experience_packer.ceiling = ceiling
         console.note(
             f"{role}: passes of up to {update:,} tokens with gradient and {experience:,} without "
             f"(worker.actor.token_budget={wanted}{reason})"

@@ -42,7 +42,7 @@ def _source_states(model: nn.Module, pack: Pack, store: FeatureStore | None, uly
     embeddings = base.get_input_embeddings()(pack.token_ids)
     deep: dict[str, object] = {}
     if pack.pictures:
-        tokens, *stacked = encode(base.visual, pack.pictures, store)
+        tokens, *stacked = encode(base.visual, pack.pictures, store, device=pack.token_ids.device)
         embeddings = embeddings.index_copy(1, pack.visual, tokens.to(embeddings.dtype).unsqueeze(0))
         if stacked:
             visual = torch.zeros_like(pack.token_ids, dtype=torch.bool).index_fill(1, pack.visual, True)

@@ -20,7 +20,6 @@ from foveal.train.sharding import (
     held_bytes,
     is_trained,
     mixed_precision,
-    reshard,
     shard,
     sums_at_end,
 )
@@ -56,14 +55,23 @@ class Peers:
         self._device = device
         self._group = group
         self._model = scorer.get_submodule("model")
+        self._units = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
         tower = vision_tower(self._model)
         self._tower_together = tower is not None and is_trained(tower)
+        in_tower = set(tower.parameters()) if tower is not None else set()
+        others = (p for p in scorer.parameters() if p not in in_tower)
+        self._tower_alone = self._tower_together and not any(p.requires_grad for p in others)
+        if isinstance(tower, FSDPModule):
+            # FSDP2 asks every unit for its gradient, and stumbles over one that was never gathered: rows may be text.
+            tower.unshard()
+            tower.reshard()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the processes."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=self._group)
-        return [float(value) for value in total]
+        found: list[float] = total.tolist()
+        return found
 
     def align(self, micro_batches: list[list[Part]]) -> list[list[Part]]:
         """As many micro-batches as the process with most has, each with a picture if another process's has one.
@@ -74,6 +82,8 @@ class Peers:
         [longest] = self._most([len(own)])
         own += [0.0] * (int(longest) - len(own))
         together = self._most(own) if self._tower_together else own
+        if self._tower_alone and any(together):
+            together[-1] = 1.0  # only a last micro-batch with a backward pass sums gradients over processes
         aligned = []
         for number, (has, must) in enumerate(zip(own, together, strict=True)):
             parts = micro_batches[number] if number < len(micro_batches) else []
@@ -84,14 +94,15 @@ class Peers:
 
     def before_backward(self, *, last: bool) -> None:
         """Says whether this is the last micro-batch of an optimizer step."""
-        if isinstance(self._scorer, FSDPModule):
-            self._scorer.set_is_last_backward(last)
-            self._scorer.set_requires_gradient_sync(last or not self._sums_at_end)
-            self._scorer.set_reshard_after_backward(last or not self._gathers_once)
+        for unit in self._units:
+            unit.set_is_last_backward(last)
+            unit.set_requires_gradient_sync(last or not self._sums_at_end, recurse=False)
+            unit.set_reshard_after_backward(last or not self._gathers_once, recurse=False)
 
     def after_backward(self) -> None:
         """After the last micro-batch: also what had no part in its backward pass lets go of the weights of others."""
-        reshard(self._scorer)
+        for unit in self._units:
+            unit.reshard()
 
     def _most(self, values: list[float]) -> list[float]:
         most = torch.tensor(values, device=self._device)

@@ -29,7 +29,8 @@ def within_memory(
     """Runs `work`, which goes through the packer's micro-batches; where memory runs out, once more from the start with
     half the budget, which the packer keeps. Results don't depend on the budget.
 
-    Among several processes nothing begins again: the other processes wait for this one where it stopped.
+    Among several processes nothing begins again, since the others wait for this one where it stopped: the whole run may
+    (`foveal.restart`).
 
     Args:
         phase: for the messages, as "the policy's update".
@@ -86,4 +87,4 @@ def _place(packer: Packer, phase: str) -> str:
 def _failure(packer: Packer, phase: str, error: Exception) -> DeviceMemoryError:
     smaller = _half(packer)
     cure = _CURE if smaller is None else f"Set worker.actor.token_budget={smaller} or less. {_CURE}"
-    return DeviceMemoryError(f"{_place(packer, phase)}. {cure}\n  {str(error).splitlines()[0]}")
+    return DeviceMemoryError(f"{_place(packer, phase)}. {cure}\n  {str(error).splitlines()[0]}", smaller)

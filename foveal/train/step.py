@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
 
-from foveal.models.compiling import or_eagerly
 from foveal.train.optim import take_step
 from foveal.train.packing import Pack
 from foveal.train.retry import within_memory
@@ -79,7 +77,7 @@ def optimizer_step(
             peers.after_backward()
         return sums
 
-    sums = within_memory(packer, phase, partial(or_eagerly, add_gradients), discard=optimizer.zero_grad)
+    sums = within_memory(packer, phase, add_gradients, discard=optimizer.zero_grad)
     norm = take_step(optimizer, max_grad_norm)
     if norm is None:
         return {"not_finite_steps": 1.0}
