@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray._private.worker as ray_worker
@@ -169,7 +169,7 @@ def _address() -> str | None:
         os.environ.setdefault("RAY_TMPDIR", "/tmp")
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell of other runs' clusters
     try:
-        address: str | None = canonicalize_bootstrap_address(None)
+        address: str | None = canonicalize_bootstrap_address(cast(str, None))  # its annotation says less than its text
     except ValueError as error:
         raise ConfigError(
             f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: must be host:port of the cluster's head, as `ray start "
