@@ -25,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import cuda_smoke, train_engine
 from benchmarks.real_size import build_model
-from foveal.cluster.room import KEPT_FREE
+from foveal.cluster.room import BESIDE_SHARE, KEPT_FREE
 from foveal.config import Config, load_config
 from foveal.plan.command import Plan, make_plan
-from foveal.plan.engine import ASLEEP
 from foveal.plan.gpus import find_gpu
 from foveal.plan.rows import Lengths
 
@@ -164,7 +163,7 @@ def _rollout(path: Path, root: Path) -> Iterator[Row]:
     )
     plan = _plan(config, None, {"prompt": 560, "visual": VISUAL[size]}, answer=512)
     assert plan.memory.engine is not None
-    yield Row(path.name, "awake", "engine", result["engine_gib"], (plan.memory.engine.share + ASLEEP) / GIB)
+    yield Row(path.name, "awake", "engine", result["engine_gib"], (plan.memory.engine.share + BESIDE_SHARE) / GIB)
     seconds = result.get("rollout_2", result["rollout_1"])["generate_seconds"]
     yield Row(path.name, "256 prompts × 5", "gen", seconds, plan.seconds.phases["gen"], "s")
 

@@ -13,8 +13,6 @@ from foveal.plan.sizes import ModelSizes
 from foveal.rollout.transformers_engine import FREE_FRACTION, bytes_of_prompt
 from foveal.rollout.vllm_setup import max_sequences
 
-ASLEEP = 1.5 * 2**30
-"""Graphs, kernels and buffers of a sleeping vLLM; 1.2 to 1.8 GiB were measured on an H200 (benchmarks/results)."""
 _SAMPLER = 16
 """Bytes of a logit while a token is sampled: float32, some times over."""
 

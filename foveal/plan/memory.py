@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from foveal.cluster.room import KEPT_FREE, shards
+from foveal.cluster.room import BESIDE_SHARE, KEPT_FREE, shards
 from foveal.config import Config
 from foveal.models.loading import DTYPES
-from foveal.plan.engine import ASLEEP, Engine, engine_of, transformers_batch_bytes, uses_vllm
+from foveal.plan.engine import Engine, engine_of, transformers_batch_bytes, uses_vllm
 from foveal.plan.gpus import Gpu
 from foveal.plan.rows import Lengths
 from foveal.plan.sizes import ModelSizes, measure
@@ -149,7 +149,7 @@ class _Planner:
         return {name: parts[name] for name in [*order, "reference"] if parts[name] and name not in away}
 
     def asleep(self) -> Parts:
-        return {"engine asleep": ASLEEP} if self.vllm and not self.apart else {}
+        return {"engine graphs": BESIDE_SHARE} if self.vllm and not self.apart else {}
 
     def plan(self) -> Memory:
         config = self.config
@@ -204,7 +204,7 @@ class _Planner:
             return Phase("gen", away | {"keys and values": needed}, self.usable, "both")
         engine = engine_of(self.config, self.gpu, self.roles["actor"].sizes)
         share = {"engine weights": engine.weights, "engine work": engine.work, "engine keys and values": engine.keys}
-        share = {name: max(size, 0.0) for name, size in share.items()}
+        share = {name: max(size, 0.0) for name, size in share.items()} | {"engine graphs": BESIDE_SHARE}
         if self.apart:
             return Phase("gen", share, self.usable, "engines")
         return Phase("gen", away | share, self.usable, "both")
@@ -216,7 +216,7 @@ class _Planner:
         if not self.vllm or self.apart or not (actor.on_host or "actor weights" in self.parked):
             return []
         engine = engine_of(self.config, self.gpu, actor.sizes)
-        parts = self.held(self.parked - {"actor weights"}) | {"engine weights": engine.weights}
+        parts = self.held(self.parked - {"actor weights"}) | self.asleep() | {"engine weights": engine.weights}
         if actor.sharded or actor.size != DTYPES[self.config.worker.rollout.dtype].itemsize:
             parts["gathered" if actor.sharded else "casts"] = float(BUCKETS)
         return [Phase("hand over", parts, self.usable, "both")]
