@@ -53,7 +53,8 @@ def test_the_qwen3_vl_4b_script_trains_and_merges(checkout: Path, dtype: str) ->
     rows = write_rows(checkout / "rows", count=16)
     overrides = f"""data.train_files={rows} data.val_files={rows} data.image_dir={rows.parent}
         trainer.n_gpus_per_node=1 trainer.max_steps=2 data.rollout_batch_size=8 worker.actor.global_batch_size=4
-        data.max_response_length=32 data.val_batch_size=8 worker.rollout.name=transformers""".split()
+        data.max_response_length=32 data.val_batch_size=8 worker.rollout.name=transformers
+        worker.actor.entropy_coef=0.1""".split()  # a gradient, also where no answer scores
     done = run(["bash", "examples/qwen3_vl_4b_geo3k_grpo.sh", *overrides], checkout, MODEL_PATH=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     experiment = checkout / "checkpoints" / "easy_r1" / "qwen3_vl_4b_geo_grpo"
