@@ -177,7 +177,7 @@ def test_no_file_of_a_run_holds_its_keys_and_the_run_goes_on_with_them(
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "reward.py"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith("reward.")]
     assert {"swan", "wandb", "mlruns"} <= {path.relative_to(tmp_path).parts[0] for path in files}
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
     assert KEY not in done.stdout + done.stderr
