@@ -39,14 +39,20 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_trained(run / f"global_step_{STEPS}", dtype=torch.float32).state_dict()
 
 
-@pytest.mark.slow
-def test_a_run_that_lost_workers_in_every_stage_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the processes of a run in a cluster of its own."""
     pytest.importorskip("ray")
     mark = uuid.uuid4().hex
     for name, value in {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", MARK: mark}.items():
         monkeypatch.setenv(name, value)
+    return mark
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_workers_in_every_stage_ends_with_the_same_weights(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     several = ["trainer.n_gpus_per_node=2", f"trainer.max_steps={STEPS}", "trainer.save_freq=1", "data.val_files=null"]
     args = small_run(tmp_path, "qwen2_5_vl", *several, "worker.actor.ppo_epochs=2", "trainer.async_save=false")
     assert main(["train", *args, f"trainer.save_checkpoint_path={tmp_path / 'whole'}"]) == 0
@@ -175,16 +181,12 @@ def test_a_run_that_may_not_restart_says_that_it_could_have_gone_on(run: Any) ->
 
 @pytest.mark.slow
 def test_memory_that_runs_out_in_one_of_two_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other waits for it in a collective; without a restart a message says what to do, at once."""
-    pytest.importorskip("ray")
     from foveal.cluster import ray_group
     from tests.short_of_memory import ShortOfMemory
 
-    mark = uuid.uuid4().hex
-    for name, value in {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", MARK: mark}.items():
-        monkeypatch.setenv(name, value)
     import_this_checkout(monkeypatch)
     several = ["trainer.n_gpus_per_node=2", "trainer.max_steps=2", "trainer.save_freq=1", "data.val_files=null"]
     args = small_run(tmp_path, "qwen2_5_vl", *several, "trainer.async_save=false")

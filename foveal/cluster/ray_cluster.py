@@ -110,13 +110,10 @@ def wait_for_devices(config: Config) -> None:
 def visiting() -> Iterator[bool]:
     """Joins, for a look, the cluster that a run would join; whether there is one."""
     try:
-        address = _address()
-        if address is not None:
-            _reach(address)
-            ray.init(address, **_quiet())
+        joined = _join()
     except ConnectionError:
-        address = None
-    if address is None:
+        joined = False
+    if not joined:
         yield False
         return
     try:
@@ -134,26 +131,37 @@ def connect(devices: int) -> bool:
     for name in os.environ:
         if name.startswith("RAY_EXPERIMENTAL_NOSET_") and os.environ[name] not in ("", "0"):
             raise ConfigError(f"{name} is set: every worker would see all GPUs and take the first one; unset it.")
-    quiet = _quiet()
     store = min(_STORE_BYTES, int(0.3 * (available_memory() or _STORE_BYTES)))
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what drives a GPU would wait for whatever runs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do, and warns of until then
     internals: Any = ray_worker
     internals.print_to_stdstream = lambda *_, **__: None  # deaths, of which our own messages say more
     try:
-        address = _address()
-        if address is None:
-            cores = max(os.cpu_count() or 1, devices)
-            ray.init("local", num_cpus=cores, object_store_memory=store, include_dashboard=False, **quiet)
-            return True
-        _reach(address)
-        ray.init(address, **quiet)
-        return False
+        if _join():
+            return False
+        cores = max(os.cpu_count() or 1, devices)
+        ray.init("local", num_cpus=cores, object_store_memory=store, include_dashboard=False, **_quiet())
+        return True
     except ConnectionError as error:
         raise ConfigError(
             f"cannot join the Ray cluster: {str(error).splitlines()[0].rstrip('.')}. Start it (`ray start --head`), or "
             "unset RAY_ADDRESS to run on this machine alone; `ray stop` clears what a dead cluster left."
         ) from error
+
+
+def _join() -> bool:
+    """Joins the cluster that a run joins; whether there is one.
+
+    Raises:
+        ConfigError: as `_address`.
+        ConnectionError: as `_address`, or it does not answer.
+    """
+    address = _address()
+    if address is None:
+        return False
+    _reach(address)
+    ray.init(address, **_quiet())
+    return True
 
 
 def _address() -> str | None:
