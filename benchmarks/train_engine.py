@@ -265,6 +265,8 @@ def measure_passes(
     found |= {f"seconds/{name}": took for name, took in timings.items()}
     found["began_again"] = float(any(packer.ceiling < sys.maxsize for packer in packers))
     rates = from_all(worker.performance(timings))
+    if DEVICE.type == "cuda":
+        found["not_given_back_gb"] = not_given_back()
     return found | combined(rates, team_size=team_size(worker.config), engine_size=1)
 
 
@@ -282,6 +284,12 @@ def summary(found: dict[str, Any]) -> str:
         pieces.append(f"{text}, budget {found[budget]:,.0f}")
     again = " (ran out of memory and began again: the time is not valid)" if found["began_again"] else ""
     return "; ".join(pieces) + again
+
+
+def not_given_back() -> float:
+    """GiB of the device that no tensor takes, and that torch can't give to another user, as vLLM is."""
+    torch.cuda.empty_cache()
+    return (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30
 
 
 def release() -> None:

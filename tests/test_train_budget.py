@@ -105,6 +105,17 @@ def test_without_room_for_the_head_each_answer_goes_alone(tmp_path: Path) -> Non
     assert largest(tmp_path, 2**30)[:2] == (256, 256)
 
 
+@pytest.mark.parametrize(("free", "warned"), [(2**30, True), (2**33, False)])
+def test_a_device_without_room_for_activations_is_told_before_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free: int, warned: bool
+) -> None:
+    monkeypatch.setattr(budget, "_free_bytes", lambda models, device: free)
+    config = load()
+    set_budgets(config, {"actor": make(tmp_path, config)}, torch.device("cuda"))
+    said = "".join(capsys.readouterr())
+    assert ("hardly any memory is left" in said) == ("adamw_8bit" in said) == warned
+
+
 def test_states_are_counted_as_the_optimizer_holds_them() -> None:
     weights = [torch.nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))]
     module = torch.nn.ParameterList(weights)

@@ -12,6 +12,9 @@ from typing import Any
 
 from foveal.config.schema_model import Checkpointing
 
+LEAST = 256
+"""Tokens of the smallest budget of a pass; an answer that is longer goes alone."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -161,8 +164,8 @@ def head_bytes(elements: int, *, compiled: bool) -> int:
 
 
 def budget(free: float, per_token: float, most: int) -> int:
-    """Tokens of the largest pass: nine tenths of the free bytes, whole 256s, at least 256 and no more than `most`."""
-    return min(most, max(256, int(0.9 * free / per_token) // 256 * 256))
+    """Tokens of the largest pass: nine tenths of the free bytes, in whole `LEAST`, and no more than `most`."""
+    return min(most, max(LEAST, int(0.9 * free / per_token) // LEAST * LEAST))
 
 
 def _trained(block: Block, how: Pass) -> float:

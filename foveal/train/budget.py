@@ -18,11 +18,12 @@ from foveal.config.schema_model import TrainedConfig
 from foveal.models.feature_store import DEVICE_BYTES
 from foveal.models.head import CHUNK_ELEMENTS
 from foveal.models.loading import DTYPES
-from foveal.models.memory import Pass, budget, forward_bytes, head_bytes, tower_block, training_bytes
+from foveal.models.memory import LEAST, Pass, budget, forward_bytes, head_bytes, tower_block, training_bytes
 from foveal.models.parts import part_of
 from foveal.models.transfer import local
 from foveal.track import console
 from foveal.train.processes import several_processes
+from foveal.train.retry import CURE
 from foveal.train.scoring import Packer
 
 ON_CPU = 4096
@@ -92,6 +93,8 @@ def set_budgets(
             f"{role}: passes of up to {update:,} tokens with gradient and {experience:,} without "
             f"(worker.actor.token_budget={wanted}{reason})"
         )
+        if measured and update == LEAST:
+            console.warn(f"{role}: hardly any memory is left for what an update computes, and it may run out. {CURE}")
 
 
 @contextmanager
@@ -147,9 +150,10 @@ def learned_budget(packer: Packer, taken: float, free: float) -> int:
 
 def _most(values: Sequence[float], device: torch.device) -> list[float]:
     """The largest of each in all processes, which so come to one budget: those that share sequences must cut alike."""
+    if not several_processes():
+        return list(values)
     most = torch.tensor(values, dtype=torch.float64, device=device)
-    if several_processes():
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     found: list[float] = most.tolist()
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,10 +60,8 @@ def take_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float |
     norm = clip_gradients(parameters, max_grad_norm)
     finite = math.isfinite(norm)
     if finite:
-        if parameters[0].is_cuda and not optimizer.state:
-            torch.cuda.empty_cache()  # or the states, which stay, would lie in the midst of freed activations
         try:
-            with repeatable_rounding(optimizer):
+            with _states_apart(optimizer), repeatable_rounding(optimizer):
                 optimizer.step()
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
@@ -70,6 +70,22 @@ def take_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float |
             ) from error
     optimizer.zero_grad(set_to_none=True)
     return norm if finite else None
+
+
+@contextmanager
+def _states_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around a step: memory of their own for the states that the first one makes.
+
+    They stay. Amid gradients and activations they would keep torch from giving back what these leave: after the first
+    update of a 3B model in float32, 13 GiB, which vLLM then missed when it woke.
+    """
+    parameter = optimizer.param_groups[0]["params"][0]
+    if optimizer.state or not parameter.is_cuda:
+        yield
+        return
+    torch.cuda.empty_cache()  # which a pool does not do by itself where memory runs out
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(), parameter.device):
+        yield
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, optim: OptimConfig) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_CURE = (
+CURE = (
     "Lower data.max_response_length or data.max_pixels, set enable_gradient_checkpointing=true or "
     "activation_offload=true in the model's section, or choose optim.strategy=adamw_bf16 or adamw_8bit."
 )
@@ -86,5 +86,5 @@ def _place(packer: Packer, phase: str) -> str:
 
 def _failure(packer: Packer, phase: str, error: Exception) -> DeviceMemoryError:
     smaller = _half(packer)
-    cure = _CURE if smaller is None else f"Set worker.actor.token_budget={smaller} or less. {_CURE}"
+    cure = CURE if smaller is None else f"Set worker.actor.token_budget={smaller} or less. {CURE}"
     return DeviceMemoryError(f"{_place(packer, phase)}. {cure}\n  {str(error).splitlines()[0]}", smaller)
