@@ -114,7 +114,8 @@ def _engine(path: Path, root: Path) -> Iterator[Row]:
                 yield Row(path.name, key, "gen", found["in_rollout"], _peak(plan, "gen"))
         else:
             budgets = {"old": int(found["logprobs_budget"]), "update_actor": int(found["update_budget"])}
-            peaks = {phase: found[f"perf/peak_memory_gb/{phase}"] for phase in budgets}
+            measured_peaks = {phase: f"perf/peak_memory_gb/{phase}" for phase in budgets}
+            peaks = {phase: found[name] for phase, name in measured_peaks.items() if name in found}
         for phase, measured in peaks.items():
             config.algorithm.old_logprobs = "recompute"
             plan = _plan(config, budgets[phase], lengths, answer=options.tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,18 +49,13 @@ def test_another_runs_own_cluster_is_left_alone() -> None:
         another.stdin.close()
 
 
-def closed_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 @pytest.mark.parametrize(
     ("address", "said"),
     [
         ("head", "RAY_ADDRESS=head: must be host:port"),
         ("http://127.0.0.1:8265", "must be host:port"),
         ("ray://127.0.0.1:10001", "must be host:port"),
-        (closed_port(), "cannot join the Ray cluster: nothing answers at .*ray stop"),
+        ("127.0.0.1:1", "cannot join the Ray cluster: nothing answers at .*ray stop"),
     ],
 )
 def test_an_address_that_is_none_is_told_at_once(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

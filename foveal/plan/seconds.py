@@ -25,6 +25,7 @@ _UPDATE = {False: 0.56, "selective": 0.48, True: 0.40}
 _FORWARD = 0.59
 _EAGER = 0.8
 _EXPERTS = {"update": 0.86, "forward": 0.66}
+_ADAPTERS = {"update": 0.75, "forward": 0.92}  # many small products, that move more than they compute
 # Of a layer's time products take a part that grows with its width, since the rest (norms, activation functions,
 # rotations) grows with the width and they with its square: width / (width + _HALF_WIDTH), so that a 3B of 2,048
 # (many_gpus_3B.json) reaches 0.85 of a 7B's rates. Nothing wider than that was measured, and is taken to be no faster.
@@ -57,8 +58,8 @@ def of_width(width: int) -> float:
 ASSUMPTIONS = [
     f"passes of a 7B reach {_UPDATE[True]:.0%} (checkpointed) to {_UPDATE[False]:.0%} (not) of the GPU's bf16 peak "
     f"with gradient, {_FORWARD:.0%} without, as on an H200; narrower models less, a 3B {of_width(2048):.0%} of that, "
-    f"eager ones {_EAGER:.0%}, mixtures of experts {_EXPERTS['update']:.0%} and {_EXPERTS['forward']:.0%}; a pass "
-    f"takes {1e3 * _PASS_SECONDS:.0f} ms besides",
+    f"eager ones {_EAGER:.0%}, mixtures of experts {_EXPERTS['update']:.0%} and {_EXPERTS['forward']:.0%}, adapters "
+    f"{_ADAPTERS['update']:.0%} and {_ADAPTERS['forward']:.0%}; a pass takes {1e3 * _PASS_SECONDS:.0f} ms besides",
     f"with several GPUs each layer and vision block takes the host {1e3 * GATHER_SECONDS:.1f} ms whenever weights are "
     f"gathered and {1e3 * SUM_SECONDS:.1f} ms when gradients are summed, which hides behind nothing",
     f"decoding reaches {_DECODE:.0%} of memory and matrix rates and takes {1e3 * _DECODE_SECONDS:.0f} ms a token and "
@@ -216,8 +217,14 @@ class _Pass:
         self.gathers_once = gathers_once(keys, sizes, gpu)
         self.experts = bool(getattr(sizes.text, "num_experts", 0))
 
+    def _rate(self, phase: str, part: float) -> float:
+        """Operations per second, where a 7B's passes reach this part of the peak."""
+        part *= _EXPERTS[phase] if self.experts else 1
+        part *= _ADAPTERS[phase] if self.keys.model.lora.rank else 1
+        return self.rate * part
+
     def without_gradient(self) -> float:
-        rate = self.rate * _FORWARD * (_EXPERTS["forward"] if self.experts else 1)
+        rate = self._rate("forward", _FORWARD)
         groups = math.ceil(self.config.data.rollout_batch_size / self.teams)
         passes = pack(self.config, self.lengths, groups, max(self.budgets[1], 1)).passes
         computing = self.sizes.flops.forward(self.work) / rate + passes * _PASS_SECONDS
@@ -226,7 +233,7 @@ class _Pass:
     def update(self) -> float:
         actor, prompts = self.keys, self.config.data.rollout_batch_size
         checkpointing = actor.model.enable_gradient_checkpointing
-        rate = self.rate * _UPDATE[checkpointing] * (_EXPERTS["update"] if self.experts else 1)
+        rate = self._rate("update", _UPDATE[checkpointing])
         steps = math.ceil(prompts / actor.global_batch_size)
         groups = math.ceil(min(actor.global_batch_size, prompts) / self.teams)
         passes = steps * pack(self.config, self.lengths, groups, max(self.budgets[0], 1)).passes
