@@ -26,7 +26,7 @@ quickstart: setup
 	$(BIN)/foveal quickstart $(ARGS)
 
 test: $(VLLM)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: setup
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
